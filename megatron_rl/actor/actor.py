@@ -145,7 +145,7 @@ class Actor:
         return self._started_optimizer()
 
     def _started_optimizer(self) -> Optimizer:
-        """With its state perhaps still on the way from the host."""
+        """Returns the optimizer; its state may still be on the way from the host."""
         if self._optimizer is None:
             raise RuntimeError("there is no optimizer yet; call start_optimizer first")
         return self._optimizer

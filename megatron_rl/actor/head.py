@@ -23,7 +23,7 @@ _LOWEST = -1e30  # of no real logit; finite, because inf - inf is NaN
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which rows of the output embedding this rank holds."""
+    """The rows of the output embedding that this rank holds."""
 
     start: int  # global index of the first row
     vocab_size: int  # rows that stand for a token; rows beyond it only pad the matrix and get probability 0

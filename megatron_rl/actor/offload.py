@@ -96,7 +96,7 @@ class ActorMemory:
                     chunk.restore_grad_buffers()
 
     def wait(self) -> None:
-        """Before the optimizer's state is read."""
+        """Waits until the optimizer's state may be read."""
         self._state.wait()
 
 

@@ -281,7 +281,7 @@ def _images(
 
 
 def _experts(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
-    """Those of all tokens of a micro-batch, [tokens, layers, experts per token]; padding takes other tokens'.
+    """Returns the experts of all tokens of a micro-batch, [tokens, layers, experts per token]; padding takes other tokens'.
 
     Args:
         lengths: of each sequence, padded, and of padding behind them.

@@ -57,7 +57,7 @@ class LayerRouting:
             router.router_replay = self  # type: ignore[assignment]
 
     def reset(self) -> None:
-        """Before each series of micro-batches: an update that failed may have left some."""
+        """Drops what an update that failed may have left, before each series of micro-batches."""
         self._repeated.clear()
         self.step_load = 0
 
@@ -119,7 +119,7 @@ def is_bias(name: str) -> bool:
 
 
 def update_biases(routings: Sequence[LayerRouting], model: Model, rate: float) -> None:
-    """After an optimizer step: moves each bias by `rate`, up where fewer of the step's tokens went than to the mean expert,
+    """Moves each bias by `rate` after an optimizer step, up where fewer of the step's tokens went than to the mean expert,
     down where more. Nothing at rate 0.
 
     Wang et al. 2024, Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, algorithm 1. The tokens are those

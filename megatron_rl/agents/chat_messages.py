@@ -45,7 +45,7 @@ def _read_content(content: object, where: str) -> object:
 
 
 def difference(sent: Message, recorded: Message) -> str | None:
-    """In what a message means something else than a recorded one, in words; None: in nothing.
+    """Says in what a message means something else than a recorded one; None: in nothing.
 
     Clients leave out `reasoning_content`, write the JSON of arguments anew and strip white space around the assistant's text:
     none of it is a difference, because the tokens are the recorded ones. Ids and names are compared where both have them.

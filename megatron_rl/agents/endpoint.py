@@ -157,7 +157,7 @@ class HttpServer:
         self._server: uvicorn.Server | None = None
 
     def address(self) -> str:
-        """From any thread."""
+        """Says where it listens, from any thread."""
         if self._socket is None:
             self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
             config = uvicorn.Config(self._app, lifespan="off", log_level="error", access_log=False, ws="none")
@@ -166,7 +166,7 @@ class HttpServer:
         return "http://{}:{}".format(*self._socket.getsockname())
 
     def close(self) -> None:
-        """In the loop."""
+        """Closes it, in the loop."""
         if self._server is not None and self._socket is not None:
             self._server.should_exit = self._server.force_exit = True
             self._socket.close()

@@ -32,7 +32,7 @@ class Environment(Protocol):
         ...
 
     def reward(self, task: Mapping[str, object], messages: Sequence[Message]) -> Verdict | Awaitable[Verdict]:
-        """After the last turn: one number, or one by column. `messages`: the whole conversation."""
+        """Called after the last turn; returns one number, or one by column. `messages`: the whole conversation."""
         ...
 
 

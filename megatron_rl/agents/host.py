@@ -93,7 +93,7 @@ class Conversations:
         return [self._received(*item) for item in came]
 
     def _sent(self, name: Name, what: Request | Rollout) -> tuple[Name, Request | Rollout, bytes]:
-        """Without images, which every rank has, and with a hash of what was drawn."""
+        """Returns what is sent: without images, which every rank has, and with a hash of what was drawn."""
         return name, replace(what, images=None) if isinstance(what, Request) else what, self._open[name].drawn.digest()
 
     def _received(self, name: Name, what: Request | Rollout, drawn: bytes) -> tuple[Name, Request | Rollout]:

@@ -32,7 +32,7 @@ _SIMULATED_STEPS, _HEADROOM_GIB = 20, 3.0
 
 
 def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str], tuple[float, ...]]:
-    """For argparse: up to `most` numbers with commas between, each above `least` (or not below it)."""
+    """Reads for argparse up to `most` numbers with commas between, each above `least` (or not below it)."""
 
     def read(text: str) -> tuple[float, ...]:
         try:

@@ -63,7 +63,7 @@ def _host(header: str) -> str:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
-    """To this machine only. Pages are drawn one at a time; a connection that sends nothing is nobody else's matter."""
+    """Serves this machine only. Pages are drawn one at a time; a connection that sends nothing is nobody else's matter."""
     drawn: dict[tuple[int, ...], bytes] = {}  # the last page, by the sizes of the metrics that it shows
     drawing = threading.Lock()
 
@@ -100,7 +100,7 @@ def _serve(runs: Sequence[Path], port: int) -> int:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing per request."""
+            """Prints nothing per request."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)  # its threads are daemons

@@ -51,7 +51,7 @@ class AdvantageSummary:
 def summarize_advantages(
     table: RewardTable, advantages: Tensor, metrics: Mapping[str, float] | None = None
 ) -> AdvantageSummary:
-    """See `AdvantageSummary`; `advantages` is [n, m]."""
+    """Makes an `AdvantageSummary` of `advantages` [n, m]."""
     groups, valid = Groups(table), table.mask
     advantages = advantages.double()
     seen = advantages[valid]

@@ -235,7 +235,8 @@ def _are_matrices(parameters: object) -> bool:
 
 
 def _is_same_model(theirs: Path, ours: Path) -> bool:
-    """By the weights' sizes and ends, or, where the adapters' model is not on this machine, by the folders' names."""
+    """Compares two models by the weights' sizes and ends, or, where the adapters' model is not on this machine, by the
+    folders' names."""
     try:
         is_here = theirs.is_dir()
     except (OSError, ValueError):  # a name that is too long

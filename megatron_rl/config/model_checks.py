@@ -179,7 +179,8 @@ def _check_folder(folder: Path) -> Iterator[str]:
 
 
 def _not_there(folder: Path) -> str:
-    """In words after the folder's name. One of the form `owner/name` may be meant as a name on the hub."""
+    """Says what is missing, in words after the folder's name. One of the form `owner/name` may be meant as a name on the
+    hub."""
     words = f"does not exist{missing(folder)}"
     if folder.is_absolute() or len(folder.parts) != 2 or folder.parts[0] in (".", "..", "~", "runs", "models"):
         return words

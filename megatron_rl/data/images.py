@@ -86,7 +86,7 @@ class PromptImages:
         return [*short, *tokens[at:]]
 
     def pictures(self) -> list[PILImage]:
-        """In RGB."""
+        """The images, in RGB."""
         return [open_image(source) for source in self.sources]
 
     def pixels(self) -> np.ndarray:

@@ -149,7 +149,7 @@ class Method:
         return self.needs(params) if callable(self.needs) else self.needs
 
     def params_of(self, function: Callable[..., Any], params: Params) -> dict[str, Any]:
-        """Those of the parameters that `function`, the method or its token part, takes."""
+        """Returns those of the parameters that `function`, the method or its token part, takes."""
         return {name: params[name] for name in _keyword_only(function)}
 
 

@@ -64,7 +64,8 @@ class Attention(Protocol):
         """The same of an engine."""
 
     def in_engine(self, tensor: int) -> Attention:
-        """With what an engine repeats where ranks outnumber it: divided by `tensor`, its sizes are those of a rank."""
+        """Returns the sizes with what an engine repeats where ranks outnumber it: divided by `tensor`, its sizes are those
+        of a rank."""
 
     def engine_slices(self, rank: int, tensor: int) -> list[Slice]:
         """The parts of a `Sharding.QKV` rule that a rank of an engine has, in the order of its parameter."""

@@ -60,7 +60,8 @@ def _product_width(dtype_bytes: int, fp8: str | None) -> float:
 
 
 def _expert_bytes(model: Model, experts: Experts, expert_tensor: int, dtype_bytes: float, product: float) -> float:
-    """That the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product reads."""
+    """Bytes that the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product
+    reads."""
     read = product * model.dims["hidden"] * expert_tensor
     kept = (2 * dtype_bytes + product) * experts.ffn + _unfused_bytes(model, experts, dtype_bytes)
     return experts.top_k * (read + kept)
@@ -72,8 +73,8 @@ def _is_fused(model: Model) -> bool:
 
 
 def _unfused_bytes(model: Model, experts: Experts, dtype_bytes: float) -> float:
-    """That an activation of several operations (GPT-OSS) keeps of a token at one expert, beside its input and output: the
-    clamped gate, its sigmoid, their product, the other half clamped, and that half plus one."""
+    """Bytes that an activation of several operations (GPT-OSS) keeps of a token at one expert, beside its input and output:
+    the clamped gate, its sigmoid, their product, the other half clamped, and that half plus one."""
     return 0 if _is_fused(model) else 5 * dtype_bytes * experts.ffn
 
 

@@ -65,7 +65,7 @@ class _Pictures:
 
 
 def _images(config: Config, model: Model, vision: Vision, prompts: Sequence[int]) -> PackedImages:
-    """For each prompt, of so many tokens, one image of the largest size that the recipe and the prompt allow."""
+    """Makes for each prompt, of so many tokens, one image of the largest size that the recipe and the prompt allow."""
     side = vision.merge * model.dims["v_patch"]  # pixels of a token
     numbers = model.dims["v_channels"] * model.dims["v_frames"] * model.dims["v_patch"] ** 2
     pictures, count = [], 0

@@ -152,7 +152,7 @@ def measure(
 
 
 def with_plain_layers(config: Config) -> Config:
-    """Without what needs Transformer Engine or DeepEP; moments in bf16 are counted by `state_of`."""
+    """Returns the recipe without what needs Transformer Engine or DeepEP; moments in bf16 are counted by `state_of`."""
     modules: list[Recomputed] = [module for module in config.actor.recompute_modules if module != "moe_act"]
     moe = replace(config.actor.moe, dispatcher="alltoall")
     optimizer = replace(config.actor.optimizer, moments="float32")
@@ -252,7 +252,7 @@ def state_of(actor: Actor, moments: int = 4) -> RankMemory:
 
 
 def _with_fp8_weights(rank_memory: RankMemory, actor: Actor, fp8: FP8Config) -> RankMemory:
-    """With matrices in FP8 beside those of the model's dtype, or in their place."""
+    """Counts matrices in FP8 beside those of the model's dtype, or in their place."""
     weights = quantised_weights(quantised_layers(actor.chunks, fp8.bf16_ends))
     size = sum(weight_bytes(weight.shape[0], weight.shape[1], fp8.recipe) for weight in weights)
     if not fp8.param_gather:
@@ -276,7 +276,8 @@ def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarr
 
 
 def _optimizer_bytes(actor: Actor, of_first: int, moments: int = 4) -> list[tuple[int, int]]:
-    """For each rank of a pipeline stage, whose first holds `of_first`: bytes of moments and master weights, and of all.
+    """Returns for each rank of a pipeline stage, whose first holds `of_first`, bytes of moments and master weights, and of
+    all.
 
     Shards are equal parts of the gradients' buffers, some of which only pad them. Beside them torch's Adam keeps a float32
     number of steps for each parameter.

@@ -23,7 +23,7 @@ Measure = Callable[[Found], Sequence["RankMemory"]]
 
 
 def counted(found: Sequence[Found], measure: Measure, space: Space) -> list[Found]:
-    """Those that fit by the count of real modules, with its figures; each actor's is made once."""
+    """Returns those that fit by the count of real modules, with its figures; each actor's is made once."""
     result: list[Found] = []
     classes: dict[str, Sequence[RankMemory]] = {}
     for layout in found:

@@ -135,8 +135,9 @@ def _sync_buckets(model: Model, rollout: RolloutConfig, dtype_bytes: int) -> flo
 
 
 def _sync_layers(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
-    """For an FP8 engine a layer's experts (dense: gate and up) of every pipeline stage, collected in the model's dtype and
-    made anew. Whole tensors: vLLM keeps a layer's until the last of them has come, then makes its shard of them anew."""
+    """Counts for an FP8 engine a layer's experts (dense: gate and up) of every pipeline stage, collected in the model's
+    dtype and made anew. Whole tensors: vLLM keeps a layer's until the last of them has come, then makes its shard of them
+    anew."""
     dims, tensor = model.dims, rollout.tensor_parallel
     matrices = model.experts.numbers(dims["hidden"]) if model.experts else 2 * dims["ffn"] * dims["hidden"]
     layer = matrices * dtype_bytes

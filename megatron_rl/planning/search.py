@@ -152,7 +152,7 @@ class Space:
         return max(map(plan.peak, PHASES)) + self.headroom <= self.gpu_bytes
 
     def layouts(self, predictor: Predictor) -> list[TimedLayout]:
-        """Those whose weights and gradients fit, by the time that they would take without computing anything again."""
+        """Yields those whose weights and gradients fit, by the time that they would take without computing anything again."""
         made = (TimedLayout(self, predictor, parallel) for parallel in self.parallels())
         fit = [one for one in made if 6 * predictor.held(one.actors[0]).total + self.headroom <= self.gpu_bytes]
         return sorted(fit, key=lambda one: one.bound)
@@ -188,7 +188,7 @@ class Space:
         return [one for one in pareto(fitting) if self.accepts(one.config)]
 
     def with_engine(self, predictor: Predictor, actor: ActorConfig, engine: RolloutConfig) -> Iterator[Found]:
-        """With the largest shares of the GPU for the engine."""
+        """Returns the layouts with the largest shares of the GPU for the engine."""
         least = self.plan(self.recipe(actor, replace(engine, memory_fraction=0.01)))
         own = least.bytes_of(Part.ENGINE_WEIGHTS, Part.ENGINE_WORKSPACE, Part.CACHE)
         share = math.floor((self.gpu_bytes - self.headroom - (least.peak(GENERATE) - own)) / self.gpu_bytes * 100)
@@ -256,8 +256,8 @@ class TimedLayout:
         return self._known[number, offload, weights]
 
     def fitting(self, room: float) -> Iterator[tuple[float, float, ActorConfig]]:
-        """In each precision the fastest actor whose update takes no more than `room`, with its state on the GPU throughout,
-        and offloaded: seconds, and bytes on the GPU while a small engine generates."""
+        """Returns in each precision the fastest actor whose update takes no more than `room`, with its state on the GPU
+        throughout, and offloaded: seconds, and bytes on the GPU while a small engine generates."""
         if self._plan(self._least).peak(UPDATE) > room:
             return
         done: set[bool] = set()
@@ -280,7 +280,7 @@ def _spread(layers: int, pipeline: int, virtual: int) -> bool:
 
 
 def pareto(found: Iterable[Found]) -> list[Found]:
-    """Those that no other one beats in both speed and headroom, the fastest first."""
+    """Returns those that no other one beats in both speed and headroom, the fastest first."""
     best: list[Found] = []
     for one in sorted(found, key=lambda one: (one.step.total, -one.headroom)):
         if not best or one.headroom > best[-1].headroom:

@@ -123,7 +123,7 @@ def compiler_facts(config: Config) -> dict[str, str]:
 
 
 def driver_problems(rows: str) -> Problems:
-    """From nvidia-smi's lines, one driver version per GPU."""
+    """Reads nvidia-smi's lines, one driver version per GPU."""
     for version in dict.fromkeys(rows.split()):
         if version.partition(".")[0].isdigit() and int(version.partition(".")[0]) < _DRIVER:
             yield (
@@ -147,7 +147,7 @@ def _said(*command: str) -> tuple[int | None, str, str]:
 
 
 def gpu_problems(rows: str, memory_fraction: float, visible: str | None = None) -> Problems:
-    """From nvidia-smi's lines `index, UUID, uncorrected errors, remapping failed, … pending, MiB used, MiB in all`.
+    """Reads nvidia-smi's lines `index, UUID, uncorrected errors, remapping failed, … pending, MiB used, MiB in all`.
 
     nvidia-smi shows GPUs that are not the job's, too: only those that `visible` (CUDA_VISIBLE_DEVICES) names are looked at.
     """

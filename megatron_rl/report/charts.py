@@ -203,7 +203,7 @@ def draw_time(run: RunRecord, title: str) -> Drawing | None:
 
 
 def _rounded(values: Sequence[float]) -> list[float | None]:
-    """To five digits; None for what is no number, which JSON cannot hold."""
+    """Rounds to five digits; None for what is no number, which JSON cannot hold."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 

@@ -56,8 +56,8 @@ def evaluation(run: RunRecord) -> Iterator[Finding]:
 
 
 def _noise(errors: Mapping[int, float], first: int, second: int, chosen_of: int = 1) -> float:
-    """By how much two evaluations with these steps' standard errors differ by chance in one case of twenty, and where the
-    first is the best of several, `chosen_of`. 0 where the errors are not known."""
+    """Returns by how much two evaluations with these steps' standard errors differ by chance in one case of twenty, and
+    where the first is the best of several, `chosen_of`. 0 where the errors are not known."""
     spread = math.hypot(errors.get(first, 0.0), errors.get(second, 0.0))
     return NormalDist().inv_cdf(1 - 0.025 / chosen_of) * spread
 

@@ -122,7 +122,8 @@ def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
 
 
 def shown_evaluations(metrics: Sequence[str]) -> list[str]:
-    """Those of evaluations that say something of their own: `stderr` belongs beside `avg@<n>`, and `pass@1` is `avg@<n>`."""
+    """Returns the metrics of evaluations that say something of their own: `stderr` belongs beside `avg@<n>`, and `pass@1`
+    is `avg@<n>`."""
     averaged = {name.rpartition("/")[0] for name in metrics if "/avg@" in name}
     return [
         name

@@ -97,7 +97,7 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _as_json(data: object) -> str:
-    """With null for numbers that JSON has not: a ratio that overflowed, say."""
+    """Writes JSON with null for numbers that it has not: a ratio that overflowed, say."""
     with contextlib.suppress(ValueError):
         return json.dumps(data, default=str, allow_nan=False)
     return json.dumps(_finite(data), default=str)
@@ -142,7 +142,7 @@ def image_data(run: Path, name: str) -> str:
 
 
 def _images(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """By file name; as many as the page may hold, those of the latest steps first."""
+    """Returns images by file name; as many as the page may hold, those of the latest steps first."""
     encoded, size = dict[str, str](), 0
     steps = sorted(((step, run) for run in runs for step in run.samples), key=lambda one: -one[0])
     for step, run in steps:
@@ -153,7 +153,7 @@ def _images(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 
 def _rewards(run: RunRecord, rows: Sequence[RolloutRow]) -> dict[int, float]:
-    """By the row's identity: each rollout's weighted sum."""
+    """Returns each rollout's weighted sum by the row's identity."""
     groups = by_prompt(rows)
     return {
         id(row): float(f"{reward:.6g}")
@@ -176,7 +176,7 @@ def _facts(row: RolloutRow) -> dict[str, object]:
 
 
 def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapping[str, list[float]]]:
-    """For each rollout whose tokens were recorded: values by token under the names of `_COLOURS`."""
+    """Returns for each rollout whose tokens were recorded values by token under the names of `_COLOURS`."""
     file = run / "rollouts" / f"step_{step}.npz"
     if not file.is_file() or not any("pieces" in row for row in rows):
         return [{} for _ in rows]

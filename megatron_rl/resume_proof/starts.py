@@ -24,7 +24,7 @@ Start = Callable[[str, str, Path, Kill | None], int]
 
 
 def start_anew(command: str, recipe: str, run_dir: Path, kill: Kill | None = None) -> int:
-    """As the command line starts a run: new processes."""
+    """Starts a run as the command line does: in new processes."""
     processes = _write(recipe, run_dir)
     arguments = [sys.executable, "-m", kills.__name__, command, str(run_dir), _json(kill)]
     return run_ranks(arguments, processes, new_attempt(run_dir), rank_environment(count_gpus())).code
@@ -103,7 +103,7 @@ def _fork_ranks(command: str, run_dir: str, processes: int, kill: Kill | None) -
 
 
 def _become(rank: int, world: Mapping[str, str], attempt: Path, work: Callable[[], int]) -> None:
-    """In a fork: runs the rank, and ends the process."""
+    """Becomes a rank, in a fork: runs it, and ends the process."""
     code = 1
     try:
         os.setsid()

@@ -111,7 +111,7 @@ def _further_decimals(value: Fraction) -> int:
 
 
 def _by_extraction(completion: str, gold: str) -> bool:
-    """By math-verify, which looks for the answer in the texts."""
+    """Compares by math-verify, which looks for the answer in the texts."""
     import logging
 
     from math_verify import parse, verify

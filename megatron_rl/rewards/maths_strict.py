@@ -101,7 +101,7 @@ def same_equation(answer: str, gold: str) -> bool:
 
 
 def same_expression(answer: str, gold: str, decimals: int, inequalities: bool) -> bool:
-    """By math-verify: equal as expressions. Both are squeezed; what it cannot read completely equals nothing.
+    """Compares by math-verify: equal as expressions. Both are squeezed; what it cannot read completely equals nothing.
 
     Args:
         decimals: at which decimal numbers are compared.

@@ -35,8 +35,8 @@ def prepare() -> None:
 
 
 def overridden() -> list[str]:
-    """Those of `FP8_VARIABLES` that the user has set otherwise, as `NAME=value`: the engine of `rollout.fp8` then does not
-    compute with the scales that it is sent, or computes one product by two kernels."""
+    """Returns those of `FP8_VARIABLES` that the user has set otherwise, as `NAME=value`: the engine of `rollout.fp8` then
+    does not compute with the scales that it is sent, or computes one product by two kernels."""
     if not device.is_hopper():
         return []
     return [

@@ -20,7 +20,7 @@ class Episode(Protocol):
         ...
 
     def advance(self, completion: Completion) -> Request | Rollout | None:
-        """After a turn: the next one's request, or the finished rollout; None: either comes by `Poll`."""
+        """Takes a turn, and returns the next one's request, or the finished rollout; None: either comes by `Poll`."""
         ...
 
 

@@ -109,8 +109,8 @@ def sizes_of(rollouts: Rollouts) -> np.ndarray:
 
 
 def _buffers(messages: Sequence[np.ndarray]) -> list[_Buffer]:
-    """For messages of rollouts of so many bytes each: a message's bytes, and of these each rollout's. All lie in one piece of
-    memory: small pieces would be new pages each time."""
+    """Allocates for messages of rollouts of so many bytes each a message's bytes, and of these each rollout's. All lie in
+    one piece of memory: small pieces would be new pages each time."""
     ends = [0, *np.cumsum([sizes.sum() for sizes in messages], dtype=np.int64).tolist()]
     memory = np.empty(ends[-1], dtype=np.uint8)
     wholes = [memory[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -154,7 +154,7 @@ class VllmEngine:
         return shapes
 
     def _has_taken(self, version: int) -> None:
-        """After new weights: cached prefixes, and what a vision tower saw, are old ones'."""
+        """Drops what old weights left, after new ones: cached prefixes, and what a vision tower saw, are old ones'."""
         if self._sees:
             self.llm.llm_engine.reset_encoder_cache()
         if not (self.llm.reset_prefix_cache() if self._keeps_prefixes else not self._queue):

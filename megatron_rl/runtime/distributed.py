@@ -121,7 +121,7 @@ class ProcessGrid:
         return table.roll(self.rank, 0)
 
     def sum_array(self, array: np.ndarray) -> None:
-        """In place: the sum of every rank's array, all of one shape and dtype. Exact where all ranks but one have zeros."""
+        """Sums every rank's array in place, all of one shape and dtype. Exact where all ranks but one have zeros."""
         if self.world > 1:
             dist.all_reduce(torch.from_numpy(array), group=self.host_group)
 

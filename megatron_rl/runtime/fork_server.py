@@ -224,7 +224,7 @@ def _stream(number: int, former: TextIO) -> TextIO:
 
 
 def _line(file: int) -> bytes:
-    """Up to the end of a line, byte by byte: what follows is the ranks'."""
+    """Reads up to the end of a line, byte by byte: what follows is the ranks'."""
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(file, 1)

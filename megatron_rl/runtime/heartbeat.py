@@ -229,7 +229,7 @@ class Heartbeat:
         }
 
     def write(self) -> None:
-        """To the file, if there is one: one system call, into the page cache."""
+        """Writes to the file, if there is one: one system call, into the page cache."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk is reported by what has something to save
                 os.pwrite(self._file, json.dumps(self.record()).encode()[:_SIZE].ljust(_SIZE), 0)

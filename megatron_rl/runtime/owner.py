@@ -163,7 +163,7 @@ class Ownership:
             raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run was halted; this one ends")
 
     def variables(self) -> dict[str, str]:
-        """For the environment of a rank that is to write on behalf of this process."""
+        """Variables for the environment of a rank that is to write on behalf of this process."""
         return {VARIABLE: json.dumps(asdict(self._me))}
 
     def _claim(self) -> bool:

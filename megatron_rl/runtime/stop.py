@@ -48,7 +48,7 @@ def held_back() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """For a command with nothing to save: Ctrl-C ends it without a traceback, SIGUSR1 with REQUEUE.
+    """Lets signals end a command with nothing to save: Ctrl-C ends it without a traceback, SIGUSR1 with REQUEUE.
 
     Unblocks SIGNALS: a command whose parent had blocked them would inherit that, and never end when told to.
     """
@@ -59,7 +59,8 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """For a command that cleans up when it ends: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with REQUEUE."""
+    """Lets signals raise in a command that cleans up when it ends: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with
+    REQUEUE."""
     with handling(
         {signal.SIGINT: signal.default_int_handler, signal.SIGUSR1: lambda number, frame: sys.exit(exit_codes.REQUEUE)}
     ):
@@ -98,7 +99,8 @@ class StopFlag:
             signal.signal(signum, signal.SIG_DFL)
 
     def end_at_once(self, end: Callable[[int], None]) -> None:
-        """For work that loses nothing: a signal, also one received earlier, calls `end`, which does not return."""
+        """Lets signals end work that loses nothing: a signal, also one received earlier, calls `end`, which does not
+        return."""
         self._end = end
         if self.signum:
             end(self.signum)

@@ -91,7 +91,7 @@ def _all_to_all_with_lists(
 def _all_gather_unequal(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """With tensor and expert parallelism at once, ranks gather different numbers of tokens, which gloo refuses: pads them."""
+    """Pads what ranks gather: with tensor and expert parallelism at once different numbers of tokens, which gloo refuses."""
     longest = max(shard.shape[0] for shard in tensor_list)
     if all(shard.shape[0] == longest for shard in tensor_list):
         _all_gather(tensor_list, tensor.contiguous(), group)

@@ -47,7 +47,7 @@ class HostOptimizer(HybridDeviceOptimizer, torch.optim.AdamW):
         torch.optim.AdamW.__init__(self, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, which refuses the distributed optimizer's views of weights in fp32."""
+        """Adds a group as torch does, which refuses the distributed optimizer's views of weights in fp32."""
         self.param_groups.append(self.defaults | param_group)
 
     @property

@@ -83,7 +83,7 @@ class QuantisedProduct(torch.autograd.Function):
 
 
 def _product(recipe: str, original: bool) -> Callable[..., Tensor]:
-    """In the place of a parallel linear layer's `_forward_impl`."""
+    """Stands in the place of a parallel linear layer's `_forward_impl`."""
 
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, sequence_parallel: bool, tp_group: Any = None, **_: object

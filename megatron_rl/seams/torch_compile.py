@@ -18,7 +18,7 @@ PATCHED = "torch._inductor.lowering"  # by vllm.env_override, if it can be impor
 
 
 def is_off() -> bool:
-    """As torch and vLLM read it."""
+    """Whether it is off, as torch and vLLM read it."""
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
@@ -29,7 +29,7 @@ def leave_out() -> None:
 
 
 def _unchanged[T](model: T | None = None, **options: object) -> T | Callable[[T], T]:
-    """As a function, and as a decorator with options."""
+    """Returns a function as it is, called with it or as a decorator with options."""
     return (lambda model: model) if model is None else model
 
 

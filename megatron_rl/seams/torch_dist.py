@@ -124,5 +124,5 @@ def share_device() -> None:
 
 @cache
 def _device() -> dist.ProcessGroupGloo.Device:
-    """On the interface that GLOO_SOCKET_IFNAME names."""
+    """A device on the interface that GLOO_SOCKET_IFNAME names."""
     return dist.ProcessGroupGloo.create_default_device()

@@ -57,7 +57,7 @@ def shutdown(llm: LLM) -> None:
 
 
 def unquantised(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
-    """For `hf_overrides`: the configuration of a folder whose weights are not quantised, and so changed. A value of null
+    """Makes for `hf_overrides` the configuration of a folder whose weights are not quantised, and so changed. A value of null
     would not do: GPT-OSS's loader looks into an entry that is there."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -91,7 +91,7 @@ def without_sinks(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor
 
 
 def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> None:
-    """After a reload: this rank's part of each."""
+    """Loads this rank's part of each, after a reload."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     for name, values in sinks.items():
@@ -283,7 +283,7 @@ def loading_shards(llm: LLM, elements: Mapping[str, int], in_fp8: Collection[str
 
 
 def derive_latents(model: nn.Module, dtype: torch.dtype) -> None:
-    """After a reload: has vLLM make anew what its latent attention derives from a projection's weight."""
+    """Has vLLM make anew, after a reload, what its latent attention derives from a projection's weight."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     for layer in model.modules():
@@ -293,7 +293,7 @@ def derive_latents(model: nn.Module, dtype: torch.dtype) -> None:
 
 # ------------------------------------------------------------------------------------------------------- packed copies
 def unpack_experts(model: nn.Module) -> None:
-    """Before a reload: has vLLM set up its expert layers again, packing included, which it does only without a kernel."""
+    """Has vLLM set up its expert layers again before a reload, packing included, which it does only without a kernel."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
@@ -312,7 +312,7 @@ def _layer(model: nn.Module, name: str) -> CpuLayer:
 
 
 def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
-    """After a reload: packs the weight of every layer again that still computes with its product from `before`.
+    """Packs, after a reload, the weight of every layer again that still computes with its product from `before`.
 
     Raises:
         RuntimeError: such a layer has no weight to pack, since none came for it.

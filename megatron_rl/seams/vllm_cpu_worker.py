@@ -84,8 +84,9 @@ class ColocatedCpuWorker(CPUWorker):
 
 
 def skip_experts_of_other_ranks() -> None:
-    """With expert parallelism vLLM's kernels for experts on a CPU get the model's expert numbers and take them for their own:
-    they read past their weights. From here on they get this rank's numbers, and weight 0 for an expert of another rank.
+    """Mends expert parallelism, with which vLLM's kernels for experts on a CPU get the model's expert numbers and take them
+    for their own: they read past their weights. From here on they get this rank's numbers, and weight 0 for an expert of
+    another rank.
     """
     original = CPUUnquantizedExperts.apply
     if original.__name__ == "apply_local":

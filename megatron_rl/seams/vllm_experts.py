@@ -60,11 +60,11 @@ class ExpertsOnCpu:
         self._batch = SimpleNamespace(req_ids=[])
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Before the forward pass."""
+        """Begins to record, before the forward pass."""
         self._connector.begin_step(scheduled.aux_output_connector_metadata)
 
     def computed(self, scheduled: SchedulerOutput, batch: InputBatch) -> None:
-        """After it: which rows of what was chosen are whose."""
+        """Says after it which rows of what was chosen are whose."""
         names = list(batch.req_ids)
         counts = [scheduled.num_scheduled_tokens[name] for name in names]
         self._batch = SimpleNamespace(
@@ -77,7 +77,7 @@ class ExpertsOnCpu:
         self._connector.close()
 
     def hand_over(self, output: ModelRunnerOutput) -> None:
-        """After sampling, to the scheduler."""
+        """Hands what was recorded to the scheduler, after sampling."""
         pending = self._connector.prepare_output(self._batch)
         drawn = np.array([len(output.sampled_token_ids[output.req_id_to_index[name]]) for name in self._batch.req_ids])
         pending.enqueue_cpu_copy(drawn, np.zeros_like(drawn))

@@ -24,7 +24,7 @@ class Result:
     text: str = ""
 
     def line(self) -> str:
-        """For the terminal."""
+        """Formats a result for the terminal."""
         said = self.text or ", ".join(f"{name} {shown(value)}" for name, value in list(self.figures.items())[:4])
         return f"{self.verdict:<8}  {self.step.name:<15}  {self.seconds:6.1f} s  {said}"
 

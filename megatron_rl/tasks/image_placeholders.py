@@ -55,7 +55,7 @@ def check_images(prompt: Prompt, images: Sequence[Source]) -> None:
 def place_images(
     name: str, ids: list[int], images: Sequence[Source], reader: ImageReader | None
 ) -> tuple[list[int], PromptImages | None]:
-    """See `ImageReader.place`; `name` is the sample's, for errors."""
+    """Places images as `ImageReader.place` says; `name` is the sample's, for errors."""
     if not images or reader is None:
         return ids, None
     with errors_named(name):

@@ -200,7 +200,7 @@ class Checkpoints:
             self.submit(state, snapshot, scores or {})
 
     def save_before_end(self, state: State) -> None:
-        """At a stop: a checkpoint of the last complete step, unless it exists or the recipe has no checkpoints."""
+        """Saves at a stop a checkpoint of the last complete step, unless it exists or the recipe has no checkpoints."""
         if not self.config.checkpoint.every:
             return
         if self._saver is not None:

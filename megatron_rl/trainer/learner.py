@@ -90,7 +90,8 @@ class Learner:
         return train_batch(rollouts, estimate, self._receive(rollouts, rows, parts), self.algorithm)
 
     def _receive(self, rollouts: Rollouts, rows: np.ndarray, parts: Sequence[Sequence[int]]) -> dict[int, Rollout]:
-        """Those of the rollouts `rows` that are in this rank's micro-batches, by row. `parts`: minibatches of these rows."""
+        """Returns those of the rollouts `rows` that are in this rank's micro-batches, by row. `parts`: minibatches of these
+        rows."""
         lengths = rollouts.facts["num_tokens"][rows].tolist()
         shares = [self.actor.shares(lengths, part) for part in parts]
         needs = [

@@ -63,8 +63,8 @@ def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -
 def remarks_of(
     scorer: Scorer, tokenizer: Tokenizer, samples: Sequence[Sample], rollouts: Sequence[Rollout], with_pieces: bool
 ) -> list[dict[str, object]]:
-    """For each scored rollout `remarks`, what rewards say of it; and with `with_pieces` the text of each response token by
-    itself, where part of a character is U+FFFD."""
+    """Returns for each scored rollout `remarks`, what rewards say of it; and with `with_pieces` the text of each response
+    token by itself, where part of a character is U+FFFD."""
     by_id, entries = {sample.id: sample for sample in samples}, list[dict[str, object]]()
     for rollout in rollouts:
         sample, tokens = scored_sample(by_id[rollout.sample_id], rollout), [[token] for token in rollout.response_ids]

@@ -69,5 +69,5 @@ def train_stage(
 
 
 def _weights(weights: Mapping[str, float] | None, tasks: Sequence[str]) -> dict[str, float] | None:
-    """Those of the tasks that have examples."""
+    """Weights of the tasks that have examples."""
     return {name: weight for name, weight in weights.items() if name in tasks} if weights else None

@@ -80,7 +80,7 @@ class Adapter(nn.Module):
         self.eval()
 
     def _marked(self, parameter: nn.Parameter, base: Tensor, rule: Rule) -> nn.Parameter:
-        """With the attributes by which Megatron-Core sums gradients and their norm."""
+        """Gives a parameter the attributes by which Megatron-Core sums gradients and their norm."""
         cut = rule.is_cut
         set_tensor_model_parallel_attributes(parameter, cut or self.per_expert, rule.dim, 1)
         marks = cast(Tensor, parameter)
@@ -286,7 +286,7 @@ def dropping(chunks: Sequence[nn.Module], updates: bool) -> bool:
 
 
 def begin_pass(*place: int) -> None:
-    """Before a forward pass with dropout: the numbers that tell it from all others of the run.
+    """Draws, before a forward pass with dropout, the numbers that tell it from all others of the run.
 
     They become the seed of the host's random state, from which nothing is drawn: what a layer drops follows from this seed
     and its name. Megatron-Core restores that state where it computes a layer again, so the layer drops the same.

@@ -53,7 +53,7 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
 
 
 def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]:
-    """In what `folder` is not what `create_model` makes of these settings and this seed: keys and files by name."""
+    """Says in what `folder` is not what `create_model` makes of these settings and this seed: keys and files by name."""
     try:
         made = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
         before, files = _flat(made["model.create"], made["seed"]), dict(made["files"])

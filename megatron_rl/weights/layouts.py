@@ -221,7 +221,7 @@ class EngineLayout:
         return place * each, (place + 1) * each
 
     def shapes(self, model: Model, rule: Rule) -> dict[str, tuple[int, ...]]:
-        """By name the shape, on every rank, that a rule's tensors have in each of vLLM's parameters."""
+        """Returns by name the shape, on every rank, that a rule's tensors have in each of vLLM's parameters."""
         lengths = dict.fromkeys(rule.engine, 0)
         for piece in self.pieces(model, rule, 0):
             lengths[rule.engine[piece.tensor]] += piece.stop - piece.start
@@ -244,7 +244,7 @@ class EngineLayout:
         return shapes
 
     def elements(self, model: Model, rank: int, itemsize: int) -> dict[str, int]:
-        """By name what vLLM's parameters take on a rank of the engine, in numbers of the model's dtype, of `itemsize`
+        """Returns by name what vLLM's parameters take on a rank of the engine, in numbers of the model's dtype, of `itemsize`
         bytes; without the vocabulary's, which are padded."""
         elements, shapes = dict[str, int](), self.parameters(model)
         for _, rule in numbered(model):

@@ -107,7 +107,7 @@ class _Shipment(NamedTuple):
 
     @property
     def overlaps(self) -> tuple[tuple[Overlap, ...], ...]:
-        """By pair of the flow."""
+        """The overlaps by pair of the flow."""
         return self.flow.pairs.cut(self.part, self.parts)[0]
 
     @property

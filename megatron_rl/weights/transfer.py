@@ -217,7 +217,7 @@ class Transfer:
         return target.view(self.dtype) if rule.buffer else target
 
     def _arrived(self, move: Move, there: Tensor, loader: Loader) -> None:
-        """After a box was written: a parameter that has all of its own may be processed, and be gone."""
+        """Called after a box was written: a parameter that has all of its own may be processed, and be gone."""
         self._add(move, [there.to(self.dtype)])
         try:
             loader.count(self._name(move.box), self._size(move))
@@ -304,7 +304,7 @@ class Transfer:
         )
 
     def _first_wrong(self, differs: Sequence[Sequence[bool]]) -> _Wrong | None:
-        """By the rows of every source's checksums."""
+        """Finds the first wrong box by the rows of every source's checksums."""
         first, boxes = None, 0
         for source, rows in enumerate(differs):
             at = 0

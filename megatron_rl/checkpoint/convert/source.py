@@ -25,7 +25,7 @@ _SAMPLE = 2**16  # bytes
 
 @dataclass(frozen=True)
 class SourceModel(Model):
-    """With the config.json that it was read from."""
+    """A model with the config.json that it was read from."""
 
     folder: Path  # also holds tokenizer, generation config and chat template
     hf_config: HFConfig

@@ -90,7 +90,8 @@ class WriteBehind:
             os.close(self._file)
 
     def write(self, parts: Iterable[ReadableBuffer], at: int | None = None) -> str:
-        """Behind what was written last, or from byte `at` on; returns the checksum. A part has to hold until the next."""
+        """Writes behind what was written last, or from byte `at` on; returns the checksum. A part has to hold until the
+        next."""
         digest = blake3()
         self.position = self.position if at is None else at
         for part in parts:

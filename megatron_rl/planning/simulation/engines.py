@@ -95,7 +95,7 @@ class _Engine:
         self.segment = (passes, passes * self.speed.decode_seconds(running, mean) if passes else 0.0)
 
     def advance(self) -> list[int]:
-        """To the next event; rows that have ended with it."""
+        """Goes on to the next event, and returns the rows that have ended with it."""
         passes, seconds = self.segment
         self._wait(seconds)
         self.passes += passes

@@ -54,7 +54,7 @@ class Lengths:
 
     @classmethod
     def recorded(cls, responses: Sequence[int] | np.ndarray, prompt: float) -> Lengths:
-        """Those of a run."""
+        """Reads the lengths of a run."""
         values = np.sort(np.asarray(responses, float))
         cell = float(values[-1]) / _CELLS
         at = (np.arange(_CELLS) + 0.5) * cell
@@ -87,7 +87,8 @@ class Lengths:
         return self.square / (2 * self.mean)
 
     def longer(self, factor: float) -> Lengths:
-        """With `factor` times the mean, or as near to it as the limit lets them: fewer responses end at every length."""
+        """Returns the distribution with `factor` times the mean, or as near to it as the limit lets them: fewer responses
+        end at every length."""
         low, high = 1e-3, 1.0
         for _ in range(40):
             middle = (low + high) / 2

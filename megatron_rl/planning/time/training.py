@@ -101,7 +101,7 @@ class Training:
 
     @cached_property
     def trained(self) -> Parameters:
-        """That are trained, on the rank that holds most."""
+        """Parameters that are trained, on the rank that holds most."""
         return trained_parameters(self.model, self.actor) if self.held is None else self.held
 
     def _group(self, size: int, stride: int = 1) -> CommGroup:
@@ -121,7 +121,8 @@ class Training:
 
     # ------------------------------------------------------------------------------------------------------ layers
     def _rows(self, tokens: float) -> tuple[float, float]:
-        """For a micro-batch on each rank: rows of its matrix products, and rows between them (sequence parallelism)."""
+        """Returns for a micro-batch on each rank the rows of its matrix products, and rows between them (sequence
+        parallelism)."""
         rows = tokens / self.actor.parallel.context
         return rows, rows / self.actor.parallel.tensor if self.actor.parallel.sequence else rows
 
@@ -212,7 +213,7 @@ class Training:
         return self._known[tokens, pairs]
 
     def _waiting(self, cost: Cost, passes: float) -> Cost:
-        """With the time that the GPU waits for the host's program."""
+        """Adds the time that the GPU waits for the host's program."""
         if not self.host:
             return cost
         share = self.model.expert_share
@@ -331,9 +332,9 @@ class Training:
         return Cost(data=scatter + gather)
 
     def optimizer_bytes_moved(self) -> float:
-        """In the GPU's memory in an optimizer step: the norm reads all gradients, which are then zeroed; Adam reads gradient,
-        master weight and moments, and writes three of them and the weight. On the CPU it reads and writes the first and the
-        last there."""
+        """Bytes that an optimizer step moves in the GPU's memory: the norm reads all gradients, which are then zeroed; Adam
+        reads gradient, master weight and moments, and writes three of them and the weight. On the CPU it reads and writes
+        the first and the last there."""
         return 4 * self.trained.total + self._stepped() * (34 if self.actor.optimizer.device == "gpu" else 6)
 
     def _stepped(self) -> float:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """From the first line of a rank to its exit code. `run_dir`: where rank 0 writes."""
+    """A rank's life from its first line to its exit code. `run_dir`: where rank 0 writes."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
@@ -95,7 +95,8 @@ class Attempt:
         self.watchdog.start()
 
     def end_at_once_on(self, stop: StopFlag) -> None:
-        """For an evaluation, which keeps every response as it comes: a signal ends it without waiting for other ranks."""
+        """Lets a signal end an evaluation, which keeps every response as it comes, without waiting for
+        other ranks."""
         stop.end_at_once(functools.partial(_end_evaluation, self.ownership))
 
     def stopped(self, request: StopRequested) -> int:
@@ -191,7 +192,7 @@ def stop_code(signum: int) -> int:
 
 
 def _end_evaluation(ownership: Ownership | None, signum: int) -> None:
-    """In a signal handler: rank 0 says how to continue, and this process ends."""
+    """Ends an evaluation in a signal handler: rank 0 says how to continue, and this process ends."""
     if ownership is not None:
         text = f"megatron-rl: {StopRequested(signum)}; the same command continues with the responses that are there\n"
         os.write(sys.stderr.fileno(), text.encode())

@@ -24,7 +24,8 @@ _OF_VLLM = (
 
 
 def import_all() -> None:
-    """Before there is a thread, and without a use of CUDA: torch and vLLM ask NVML how many GPUs there are."""
+    """Imports all that a rank will need, before there is a thread, and without a use of CUDA: torch and vLLM ask NVML how
+    many GPUs there are."""
     for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"):  # the second: no pool of processes
         os.environ.setdefault(name, "1")  # as vLLM does, but before torch is imported
     quiet_known_warnings()
