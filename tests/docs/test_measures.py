@@ -19,7 +19,22 @@ LATE_IMPORTS = 160
 DOCS_WORDS = 50_000
 FILES_THAT_NAME_A_FAMILY = 4  # beside its own in `models`, its tests and its shapes
 
-FRAGMENTS = frozenset(["After", "Before", "Behind", "By", "For", "From", "In", "Of", "On", "Those", "To", "Under", "With", "Without"])
+FRAGMENTS = {
+    "After",
+    "Before",
+    "Behind",
+    "By",
+    "For",
+    "From",
+    "In",
+    "Of",
+    "On",
+    "Those",
+    "To",
+    "Under",
+    "With",
+    "Without",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
