@@ -38,7 +38,7 @@ def conversation_ids(
         if message["role"] == "assistant":
             text = str(message["content"])
             ledger.request(messages, tools)
-            reply = read_reply(text, "stop", None if parser == "none" else parser, ledger.turns)
+            reply = read_reply(text, "stop", None if parser == "none" else parser, ledger.turns, tools=tools)
             drawn = encode([text], renderer.tokenizer)[0] if text else []
             ledger.record([*drawn, end], None, 0, "stop", reply.message)
             messages = [*messages, reply.message]

@@ -106,6 +106,17 @@ class Renderer:
             rewritten.append("the prompt has the date of the day")
         return "; ".join(rewritten) or None
 
+    def written_call(self) -> str | None:
+        """A call as a model writes that is trained on this template, to the end of its turn; None: the template has none."""
+        if not self._ends.call:
+            return None
+        function = {"name": "look", "arguments": {"what": "lamp"}}
+        turn: Message = {"role": "assistant", "tool_calls": [{"id": _ID, "type": "function", "function": function}]}
+        asked, begun = (self.text(PROBE, [_TOOL], begins) for begins in (False, True))
+        written = self.text([*PROBE, turn], [_TOOL], False).removeprefix(asked)
+        begins = begun.removeprefix(asked).partition("<think>")[0]  # which not every template writes before a call
+        return written.removeprefix(begins).removesuffix(self._ends.last)
+
     def _begun_and_followed(self, changes: Message, tools: Tools) -> tuple[str, str]:
         """A conversation up to the text of its last turn, and the whole of one where the user goes on."""
         turn: Message = {"role": "assistant", "content": _MARK, **changes}

@@ -9,7 +9,18 @@ from typing import NamedTuple
 
 from megatron_rl.data.sample import Call, Message
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, PARSERS, THINK, THOUGHT, ParserName, calls_apart
+from megatron_rl.rewards.template_calls import mistral_ids, read_harmony
+from megatron_rl.rewards.tool_parsers import (
+    APART,
+    CLOSE,
+    OPEN,
+    THINK,
+    THOUGHT,
+    ParserName,
+    Tools,
+    calls_apart,
+    read_calls,
+)
 
 _DEEPEST = 64  # levels of a call's arguments
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write half a character, which no text encoding has
@@ -30,25 +41,40 @@ def turn_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> s
     return tokenizer.decode(drawn, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def read_reply(text: str, finish_reason: str, parser: ParserName | None, turn: int, thinking: bool = False) -> Reply:
+def read_reply(
+    text: str,
+    finish_reason: str,
+    parser: ParserName | None,
+    turn: int,
+    thinking: bool = False,
+    tools: Tools | None = None,
+) -> Reply:
     """A turn's text as a message.
 
     Args:
         finish_reason: stop | length. A turn that was cut has no calls: what it wrote is content.
         parser: of tool calls; None: they stay in the content.
-        turn: number of the turn in its conversation, from 0; ids of calls are made of it and their position.
+        turn: number of the turn in its conversation, from 0; ids of calls are made of it and their position, unless the model
+            wrote them, as Mistral's do.
         thinking: the prompt ends with `<think>`: the text begins within the thinking.
+        tools: of the prompt, see `read_calls`.
     """
     reasoning, content = _thinking_apart(text, thinking)
-    calls = PARSERS[parser](content) if parser is not None and finish_reason == "stop" else []
+    with_calls = content
+    if parser == "gpt_oss":
+        reasoning, content, _ = read_harmony(text)
+        with_calls = text
+    calls = read_calls(with_calls, parser, tools) if parser is not None and finish_reason == "stop" else []
     unread = calls is None or not all(map(_can_be_sent, calls))
     message: Message = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     if calls and not unread:
         assert parser is not None
-        message["content"] = _without_calls(content, parser) or None
-        message["tool_calls"] = [_call(call, turn, position) for position, call in enumerate(calls)]
+        message["content"] = _without_calls(with_calls, parser) or None
+        ids = mistral_ids(with_calls) if parser == "mistral" else []
+        ids = ids or [f"call{turn:03d}{position:02d}" for position in range(len(calls))]
+        message["tool_calls"] = list(map(_call, calls, ids))
         finish_reason = "tool_calls"
     return Reply(message, finish_reason, text, unread)
 
@@ -68,6 +94,8 @@ def _without_calls(content: str, parser: ParserName) -> str:
     """The text around the calls of a message."""
     if parser == "llama":
         return calls_apart(content)[0].strip()
+    if parser in APART:
+        return APART[parser](content)[0].strip()
     pieces = content.split(OPEN)
     return "".join([pieces[0], *(piece.partition(CLOSE)[2] for piece in pieces[1:])]).strip()
 
@@ -86,9 +114,9 @@ def _items(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _call(call: Call, turn: int, position: int) -> dict[str, object]:
+def _call(call: Call, identifier: str) -> dict[str, object]:
     arguments = json.dumps(call["parameters"], ensure_ascii=False)
     if _SURROGATE.search(arguments):
         arguments = json.dumps(call["parameters"])
     function = {"name": call["name"], "arguments": arguments}
-    return {"id": f"call{turn:03d}{position:02d}", "type": "function", "function": function}
+    return {"id": identifier, "type": "function", "function": function}

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -216,7 +217,8 @@ class Session:
         parser = self.opening.agent.parser if turn.reads_calls else "none"
         thinking = self._tokenizer.decode(turn.tokens[-_TAIL:]).rstrip().endswith(THINK)
         text = turn_text(self._tokenizer, ids, ending)
-        read = read_reply(text, ending, None if parser == "none" else parser, number, thinking)
+        tools = cast(Tools | None, self.opening.sample.metadata.get("tools"))
+        read = read_reply(text, ending, None if parser == "none" else parser, number, thinking, tools)
         self.ledger.record(ids, completion.logprobs, completion.version, ending, read.message)
         self._finish_reason, self._text = ending, read.text
         if read.unread:

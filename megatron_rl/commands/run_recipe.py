@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_rl.agents.rewriting import rewritten_turns_of_folder
+from megatron_rl.agents.template_remarks import template_remarks_of_folder
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.inactive import check_overrides
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, recipe=args.recipe)
     resume = _resume(args.resume)
     if args.check:
-        for sentence in rewritten_turns_of_folder(config):
+        for sentence in template_remarks_of_folder(config):
             print(f"megatron-rl: {sentence}", file=sys.stderr)
         return print_checked(config, machine if args.processes is None else None, args.command)
     check_machine(config, machine, args.command)

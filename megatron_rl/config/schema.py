@@ -66,7 +66,7 @@ class AgentConfig(Section):
         meaning="a registered agent (<agents>), or your own: `path/file.py:factory`, `package.module:factory`"
     )
     params: Params = key({}, "the agent's parameters")
-    parser: Literal["none", "hermes", "llama", "toolrl"] = key(
+    parser: Literal["none", "hermes", "llama", "toolrl", "mistral", "glm4", "qwen3_5", "deepseek", "gpt_oss"] = key(
         "none", "how the policy writes tool calls ([tool_format](rewards/tool_format.md)); `none`: its turns are text"
     )
     max_turns: Count = key(8, "turns of the policy; `rollout.max_tokens` limits all that follows the prompt")

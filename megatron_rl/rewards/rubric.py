@@ -10,7 +10,7 @@ from megatron_rl.rewards.judge import nearest_tier
 from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal
-from megatron_rl.rewards.tool_parsers import PARSERS, Call, ParserName
+from megatron_rl.rewards.tool_parsers import Call, ParserName, calls_of_sample
 
 PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Figure 4
 
@@ -26,12 +26,18 @@ def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> I
 
     def score(completion: str, sample: SampleMapping) -> float:
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
-        return grade(completion, sample.get("tool_calls") or [], rationale, parser)
+        return grade(completion, sample.get("tool_calls") or [], rationale, parser, sample)
 
     return InlineReward(score, bounds=UNIT)
 
 
-def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserName = "toolrl") -> float:
+def grade(
+    completion: str,
+    gold: Sequence[Call],
+    rationale: str,
+    parser: ParserName = "toolrl",
+    sample: SampleMapping | None = None,
+) -> float:
     """The tier of a completion.
 
     Four dimensions in [0, 1]: words of the thinking against those of the rationale (without one: whether there is any
@@ -39,7 +45,7 @@ def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserN
     calls that cannot be read 0, an invented tool 0.25, all tools missing 0.25, one missing 0.5, a parameter that deviates
     0.75.
     """
-    calls = PARSERS[parser](completion)
+    calls = calls_of_sample(completion, parser, sample or {})
     if calls is None:
         return 0.0
     thinking = completion.partition("<think>")[2].partition("</think>")[0].split()

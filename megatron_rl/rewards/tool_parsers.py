@@ -5,6 +5,7 @@ write.
 - `hermes`: one `<tool_call>` block per call, in it `{"name": ..., "arguments": {...}}` (Qwen's chat templates).
 - `llama`: `{"name": ..., "parameters": {...}}` as the message, after `<|python_tag|>` or not; several one after the other,
   with `;` or white space between, or as a list (the chat templates of Llama 3.1 to 3.3).
+- `mistral`, `glm4`, `qwen3_5`, `deepseek`, `gpt_oss`: see `template_calls`.
 
 A parser returns the calls, [] where the completion does not try to call a tool, and None where its calls cannot be read. It
 never raises.
@@ -12,14 +13,24 @@ never raises.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
-from megatron_rl.data.sample import Call
+from megatron_rl.data.sample import Call, SampleMapping
+from megatron_rl.rewards.call_json import as_call, load_json
+from megatron_rl.rewards.template_calls import (
+    Apart,
+    Tools,
+    deepseek_apart,
+    glm4_apart,
+    gpt_oss_apart,
+    mistral_apart,
+    qwen3_5_apart,
+    typed,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
@@ -27,23 +38,6 @@ PYTHON_TAG = "<|python_tag|>"
 _END_TAGS = ("<|eom_id|>", "<|eot_id|>")
 _STARTS_CALL = re.compile(r"\{|\[\s*\{")
 _BETWEEN = re.compile(r"[\s;]*")
-
-
-def as_call(value: object, keys: tuple[str, ...] = ("parameters",)) -> Call | None:
-    """A JSON value as a call: an object with a `name` (text) and, under one of `keys`, an object; else None."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    for key in keys:
-        if isinstance(value.get(key), dict):
-            return {"name": value["name"], "parameters": value[key]}
-    return None
-
-
-def load_json(text: str) -> object:
-    """The JSON value of a text; None where it is not JSON, or `null`."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return None
 
 
 def json_lines(text: str) -> list[str]:
@@ -141,12 +135,38 @@ def llama_calls(completion: str) -> list[Call] | None:
     return calls
 
 
-ParserName = Literal["toolrl", "hermes", "llama"]
+ParserName = Literal["toolrl", "hermes", "llama", "mistral", "glm4", "qwen3_5", "deepseek", "gpt_oss"]
+APART: dict[ParserName, Callable[[str], Apart]] = {
+    "mistral": mistral_apart,
+    "glm4": glm4_apart,
+    "qwen3_5": qwen3_5_apart,
+    "deepseek": deepseek_apart,
+    "gpt_oss": gpt_oss_apart,
+}
+_UNTYPED: tuple[ParserName, ...] = ("glm4", "qwen3_5")
 PARSERS: dict[ParserName, Callable[[str], list[Call] | None]] = {
     "toolrl": toolrl_calls,
     "hermes": hermes_calls,
     "llama": llama_calls,
 }
+
+
+def read_calls(completion: str, parser: ParserName, tools: Tools | None = None) -> list[Call] | None:
+    """The calls of a completion; None where they cannot be read.
+
+    Args:
+        tools: of the prompt. Their schemas say which arguments are text where the format does not: `glm4`, `qwen3_5`.
+    """
+    if parser in PARSERS:
+        return PARSERS[parser](completion)
+    _, calls = APART[parser](after_thinking(completion))
+    return [typed(call, tools) for call in calls] if calls and parser in _UNTYPED else calls
+
+
+def calls_of_sample(completion: str, parser: ParserName, sample: SampleMapping) -> list[Call] | None:
+    """`read_calls` with the tools of a sample's prompt."""
+    tools = sample.get("metadata", {}).get("tools")
+    return read_calls(completion, parser, tools if isinstance(tools, list) else None)
 
 
 Thinking = Literal["required", "opened", "none"]
@@ -205,4 +225,20 @@ def llama_format(completion: str, calls: bool, response: bool, think: str, stric
     return bool(text.strip()) == response and bool(called.strip()) == calls
 
 
-FORMATS: dict[ParserName, Format] = {"toolrl": toolrl_format, "hermes": hermes_format, "llama": llama_format}
+def _template_format(apart: Callable[[str], Apart]) -> Format:
+    def has_format(completion: str, calls: bool, response: bool, think: str, strict: bool) -> bool:
+        said = _behind_thinking(completion, think)
+        if said is None:
+            return False
+        text, called = apart(said)
+        return called is not None and bool(text.strip()) == response and bool(called) == calls
+
+    return has_format
+
+
+FORMATS: dict[ParserName, Format] = {
+    "toolrl": toolrl_format,
+    "hermes": hermes_format,
+    "llama": llama_format,
+    **{name: _template_format(apart) for name, apart in APART.items()},
+}

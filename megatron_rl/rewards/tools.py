@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_rl.rewards.kinds import UNIT, InlineReward, NumberFunction, Remark, RemarkFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import Matching, Names, call_remarks, match_share
-from megatron_rl.rewards.tool_parsers import FORMATS, PARSERS, ParserName, Thinking
+from megatron_rl.rewards.tool_parsers import FORMATS, ParserName, Thinking, calls_of_sample
 
 
 @register_reward("tool_format")
@@ -23,7 +23,7 @@ def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Think
             white space open: it has no effect there.
         parser: `toolrl`: `<tool_call>` once, `<response>` around the response. `hermes`: `<tool_call>` once per call;
             the response is text, before them. `llama`: calls as JSON; the response is text, and before calls only where
-            `<|python_tag|>` parts the two.
+            `<|python_tag|>` parts the two. The other parsers: as their chat templates write.
         think: `required`: `<think>...</think>` first. `opened`: the prompt ends with `<think>`, the completion closes it.
             `none`: no thinking.
     """
@@ -58,17 +58,16 @@ def tool_correctness(
         matching: `greedy` as in ToolRL's released reward, or `optimal` as the paper writes.
         names: `multiset` as in the released reward, or `set` as the paper writes.
         same_name: only calls of the same tool can be matched, as both codes do; false: any two calls.
-        parser: how the completion writes calls: `toolrl`, `hermes` or `llama`, see `tool_parsers`.
+        parser: how the completion writes calls, see `tool_parsers`.
         no_call_wanted: the score where the gold turn calls no tool: `compare` as above, or `zero`: always 0, as in ToolRL's
             released reward.
     """
-    read = PARSERS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
         gold = sample.get("tool_calls") or []
         if not gold and no_call_wanted == "zero":
             return 0.0
-        calls = read(completion)
+        calls = calls_of_sample(completion, parser, sample)
         if calls is None:
             return -3.0
         return 6 * match_share(gold, calls, matching, names, same_name) - 3
@@ -91,10 +90,8 @@ def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: Pars
 
 
 def _execution(matching: Matching, names: Names, parser: ParserName) -> NumberFunction:
-    read = PARSERS[parser]
-
     def score(completion: str, sample: SampleMapping) -> float:
-        calls = read(completion)
+        calls = calls_of_sample(completion, parser, sample)
         if calls is None:
             return 0.0
         return match_share(sample.get("tool_calls") or [], calls, matching, names)
@@ -104,7 +101,7 @@ def _execution(matching: Matching, names: Names, parser: ParserName) -> NumberFu
 
 def _remarks(parser: ParserName, matching: Matching, same_name: bool = True) -> RemarkFunction:
     def remarks(completion: str, sample: SampleMapping) -> list[Remark]:
-        gold, calls = sample.get("tool_calls") or [], PARSERS[parser](completion)
+        gold, calls = sample.get("tool_calls") or [], calls_of_sample(completion, parser, sample)
         unread: list[Remark] = [("the calls cannot be read", False)] if calls is None else []
         return unread + call_remarks(gold, calls or [], matching, same_name)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.reward import RewardActor
-from megatron_rl.agents.rewriting import rewritten_turns
+from megatron_rl.agents.template_remarks import template_remarks
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.actor import OptimizerConfig
@@ -138,7 +138,7 @@ def build_run(
         report.note(f"{folder}: only the language model is read, not {' nor '.join(f'{name}*' for name in NOT_READ)}")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     prompts = load_prompts(config, tokenizer, report.note, command != "evaluate", _reader(config, folder))
-    for sentence in rewritten_turns(config, tokenizer):
+    for sentence in template_remarks(config, tokenizer):
         report.note(sentence)
     if command == "sft" or config.sft.wanted:
         check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)

@@ -17,8 +17,9 @@ from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Message, Sample
 from tests.agents.families import Family, tokenizer_of
 
+PROPERTIES = {"what": {"type": "string"}, "n": {"type": "integer"}}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"what": {}}}}}
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}}
 ]
 PIECES = (
     "lamp",
@@ -153,10 +154,16 @@ def draw(conversation: Conversation, rng: random.Random) -> Turn:
     if cut and not ids:
         ids = [5]
     finish_reason = "length" if cut else "stop"
-    if not calls or family.parser is not None:
-        text = turn_text(tokenizer, ids, finish_reason)
-        message = read_reply(text, finish_reason, family.parser, len(conversation.turns)).message
+    text = turn_text(tokenizer, ids, finish_reason)
+    written_calls = [*map(meant, message.get("tool_calls", []))] if faithful else None
+    message = read_reply(text, finish_reason, family.parser, len(conversation.turns), tools=TOOLS).message
+    if calls:
+        assert [*map(meant, message["tool_calls"])] == written_calls, text
     return Turn(ids, [-rng.random() for _ in ids], finish_reason, faithful, message)
+
+
+def meant(call: Any) -> tuple[str, Any]:
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
 
 
 def written_by_template(conversation: Conversation, turn: Message) -> tuple[str, str]:

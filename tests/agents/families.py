@@ -51,6 +51,14 @@ QWEN3 = (
     + _GO_ON
     + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+# Calls are tags, and of their values only objects and lists are JSON.
+QWEN3_5 = QWEN3.replace(
+    _CHATML_CALLS,
+    "{% for c in m.tool_calls or [] %}{{ '\n\n' if loop.first and m.content else '' if loop.first else '\n' }}<tool_call>\n"
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}",
+)
 # Contents are trimmed, results are JSON, and a turn has one call.
 LLAMA3_1 = (
     "{{ bos_token }}{% set date = date_string or strftime_now('%d %b %Y') %}"
@@ -139,7 +147,7 @@ class Family:
     metaspace: bool = False  # the tokenizer puts a space before a text
 
     def call(self, name: str, arguments: dict[str, object]) -> str:
-        """What the model writes to call a tool."""
+        """What a model of Qwen's or Llama's writes to call a tool."""
         if self.parser == "llama":
             return json.dumps({"name": name, "parameters": arguments})
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -171,11 +179,14 @@ FAMILIES = {
     for family in (
         Family("qwen2.5", QWEN2_5, _CHATML, _TAGS, _CHATML_STOPS, "hermes"),
         Family("qwen3", QWEN3, _CHATML, _QWEN3_TAGS, _CHATML_STOPS, "hermes"),
+        Family("qwen3.5", QWEN3_5, _CHATML, _QWEN3_TAGS, _CHATML_STOPS, "qwen3_5"),
         Family("llama3.1", LLAMA3_1, _LLAMA, (), ("<|eot_id|>", "<|eom_id|>"), "llama"),
-        Family("mistral", MISTRAL, _MISTRAL, (), ("</s>",), lists_tools_once=False, metaspace=True),
-        Family("gpt-oss", GPT_OSS, _GPT_OSS, (), ("<|return|>",), begins="<|channel|>final<|message|>"),
-        Family("glm4", GLM4, _GLM, _GLM_TAGS, ("<|user|>", "<|endoftext|>"), begins="\n<think></think>\n"),
-        Family("deepseek", DEEPSEEK, _DEEPSEEK_ENDS, ("<think>", "</think>", *_DEEPSEEK), _DEEPSEEK_ENDS[:1]),
+        Family("mistral", MISTRAL, _MISTRAL, (), ("</s>",), "mistral", lists_tools_once=False, metaspace=True),
+        Family("gpt-oss", GPT_OSS, _GPT_OSS, (), ("<|return|>",), "gpt_oss", begins="<|channel|>final<|message|>"),
+        Family("glm4", GLM4, _GLM, _GLM_TAGS, ("<|user|>", "<|endoftext|>"), "glm4", begins="\n<think></think>\n"),
+        Family(
+            "deepseek", DEEPSEEK, _DEEPSEEK_ENDS, ("<think>", "</think>", *_DEEPSEEK), _DEEPSEEK_ENDS[:1], "deepseek"
+        ),
         Family("plain", PLAIN, ("<eos>",), (), ("<eos>",), "hermes"),
     )
 }

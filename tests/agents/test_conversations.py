@@ -22,7 +22,7 @@ import torch
 from megatron_rl.agents import endpoint, leader
 from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.agents.host import Conversations
-from megatron_rl.agents.rewriting import rewritten_turns_of_folder
+from megatron_rl.agents.template_remarks import template_remarks_of_folder
 from megatron_rl.algorithms import RewardTable, make_algorithm
 from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.model import CreateModelConfig
@@ -329,10 +329,10 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
     ]
     config = load_recipe(tmp_path / "recipe.yaml", overrides)
     check_recipe(config, "train", Machine())
-    assert rewritten_turns_of_folder(config) == []
+    assert template_remarks_of_folder(config) == []
     stripping = talking.TEMPLATE.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
     (tmp_path / "model" / "chat_template.jinja").write_text(stripping)
-    [said] = rewritten_turns_of_folder(config)
+    [said] = template_remarks_of_folder(config)
     assert said.startswith("tasks.train.sums: by the chat template, the thinking of earlier turns is left out")
     refused = {
         "tasks.train.sums.chat=false": "set tasks.train.sums.chat=true",

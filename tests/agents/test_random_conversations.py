@@ -18,6 +18,7 @@ COUNT = int(os.environ.get("CONVERSATIONS", "125"))
 ENDS = {
     "qwen2.5": "<|im_end|>",
     "qwen3": "<|im_end|>",
+    "qwen3.5": "<|im_end|>",
     "llama3.1": "<|eot_id|>",
     "mistral": "</s>",
     "gpt-oss": "<|end|>",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 
+from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply, turn_text
+from megatron_rl.agents.template_remarks import unread_calls
 from megatron_rl.rewards.tool_parsers import ParserName
-from tests.agents.families import tokenizer_of
+from tests.agents.conversing import renderer_of
+from tests.agents.families import FAMILIES, tokenizer_of
 
 LOOK = {"name": "look", "arguments": {"what": "lamp"}}
 HERMES = f"<tool_call>\n{json.dumps(LOOK)}\n</tool_call>"
@@ -107,3 +111,68 @@ def test_the_text_of_a_turn_is_without_the_token_that_ended_it_and_with_all_othe
     ids = tokenizer("<|python_tag|>lamp  <|eom_id|>", add_special_tokens=False)["input_ids"]
     assert turn_text(tokenizer, ids, "stop") == "<|python_tag|>lamp  "
     assert turn_text(tokenizer, ids[:-1], "length") == "<|python_tag|>lamp  "
+
+
+IDS = '[TOOL_CALLS][{"name": "look", "arguments": {}, "id": "ABCdef123"}, {"name": "go", "arguments": {}, "id": "%s"}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (IDS % "ABCdef124", ["ABCdef123", "ABCdef124"]),
+        (IDS % "ABCdef123", ["call00300", "call00301"]),
+        (IDS % "short", ["call00300", "call00301"]),
+        ("[TOOL_CALLS]go[CALL_ID]ABCdef123[ARGS]{}", ["ABCdef123"]),
+        ("[TOOL_CALLS]go[ARGS]{}", ["call00300"]),
+    ],
+)
+def test_calls_of_mistrals_models_keep_the_ids_that_these_drew(text: str, ids: list[str]) -> None:
+    calls: Any = read_reply(text, "stop", "mistral", 3).message["tool_calls"]
+    assert [call["id"] for call in calls] == ids
+
+
+def test_gpt_oss_thinks_on_a_channel() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    message = read_reply(f"{thought}<|channel|>final<|message|>Yes.", "stop", "gpt_oss", 0).message
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    called = f"{thought} to=functions.look<|channel|>commentary json<|message|>"
+    reply = read_reply(called + '{"what": "lamp"}', "stop", "gpt_oss", 0)
+    assert (reply.message["content"], reply.message["reasoning_content"]) == (None, "Hm.")
+    assert names(reply.message) == [("look", {"what": "lamp"})]
+    broken = read_reply(called + '{"what": ', "stop", "gpt_oss", 0)
+    assert broken.unread
+    assert broken.message["content"] == called + '{"what": '
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.parser is not None])
+def test_what_the_template_writes_is_read_by_its_parser_and_no_other(name: str) -> None:
+    renderer, parser = renderer_of(name), FAMILIES[name].parser
+    assert parser is not None
+    assert unread_calls(renderer, parser, True) is None
+    assert unread_calls(renderer, "toolrl", True) is None
+    if name == "plain":
+        assert renderer.written_call() is None
+        assert unread_calls(renderer, "none", True) is None
+        return
+    others = {"hermes", "llama", "mistral", "glm4", "qwen3_5", "deepseek", "gpt_oss"} - {parser}
+    for other in (*others, "none"):
+        said = unread_calls(renderer, other, True)
+        assert said is not None
+        assert said.startswith(f"`{other}` does not read calls")
+        assert said.endswith(f"; `{parser}` does")
+    assert unread_calls(renderer, "none", False) is None
+
+
+def test_calls_in_a_format_of_their_own_have_no_parser() -> None:
+    tokenizer = tokenizer_of("plain")
+    calls = (
+        "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    )
+    copied = copy.copy(tokenizer)
+    copied.chat_template = str(tokenizer.chat_template).replace("{{ m.content }}", "{{ m.content }}" + calls)
+    said = unread_calls(Renderer(copied, {}), "hermes", True)
+    written = 'CALL look({"what": "lamp"})'
+    assert said == (
+        f"`hermes` does not read calls as the chat template has them written, {written!r}; no parser does, so its calls "
+        "stay in the text"
+    )

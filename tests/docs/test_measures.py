@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.models.family import Family
-from megatron_rl.rewards.tool_parsers import PARSERS
+from megatron_rl.rewards.tool_parsers import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES, FUNCTION_LINES = 400, 80
@@ -102,7 +102,7 @@ def test_few_files_name_a_family() -> None:
         and any(isinstance(value, Family) for value in vars(importlib.import_module(module)).values())
     }
     assert len(declared) >= 9
-    for family in sorted(declared - PARSERS.keys()):  # `llama` is a way to write tool calls, too
+    for family in sorted(declared - FORMATS.keys()):  # `llama`, say, is a way to write tool calls, too
         named = re.compile(rf"(?<![a-z0-9_]){family}(?![a-z0-9_])")
         naming = [file for file, text in sources() if named.search(text) and Path(file).stem != family]
         assert len(naming) <= FILES_THAT_NAME_A_FAMILY, f"{family}: {naming}"
