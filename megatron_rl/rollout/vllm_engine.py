@@ -34,6 +34,7 @@ from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only, register_text_only
+from megatron_rl.seams.vllm_models import inspected_here
 from megatron_rl.weights.files import write_json
 from megatron_rl.weights.stacked import one_by_one
 
@@ -89,7 +90,7 @@ class VllmEngine:
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         self._keeps_prefixes = bool(options["enable_prefix_caching"])
         gc.freeze()
-        with environment.engine_start(grid), returning, TemporaryDirectory() as of_text:
+        with environment.engine_start(grid), returning, inspected_here(), TemporaryDirectory() as of_text:
             if hf_config != stored_hf_config(folder):  # the language model's alone
                 write_json(Path(of_text) / "config.json", hf_config)
                 options["hf_config_path"] = of_text

@@ -95,6 +95,7 @@ def found(path: str) -> Any:
         ("vllm.config.VllmConfig._verify_aux_output_compatibility", "self"),
         ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm_cpu_worker.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
+        ("vllm.model_executor.models.registry._run_in_subprocess", "fn"),
         ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu", vllm_decoding.FORWARD_CPU),
         ("vllm.v1.core.sched.scheduler.Scheduler.schedule", "self throttle_prefills"),
         ("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", "self scheduler_output model_runner_output"),
