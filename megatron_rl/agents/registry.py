@@ -25,7 +25,10 @@ Verdict: TypeAlias = float | Mapping[str, float] | None
 RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
 Factory: TypeAlias = Callable[..., RunAgent]
 
-_BUILT_IN: dict[str, str] = {"tools": "megatron_rl.agents.tool_loop"}  # name -> the module that registers it
+_BUILT_IN: dict[str, str] = {  # name -> the module that registers it
+    "gymnasium": "megatron_rl.agents.reset_step",
+    "tools": "megatron_rl.agents.tool_loop",
+}
 _FACTORIES: dict[str, Factory] = {}
 
 

@@ -64,7 +64,7 @@ def tools(
                 assert wanted.type == "function"  # the session makes no others
                 name, arguments = wanted.function.name, json.loads(wanted.function.arguments)
                 text = await _reply(functools.partial(call, house.call, name, arguments), name, tool_seconds)
-                messages.append({"role": "tool", "tool_call_id": wanted.id, "content": _cut(text, longest_reply)})
+                messages.append({"role": "tool", "tool_call_id": wanted.id, "content": cut(text, longest_reply)})
 
     return run
 
@@ -93,7 +93,7 @@ async def _reply(call: Callable[[], Any], name: str, seconds: float) -> str:
         return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
 
 
-def _cut(text: str, longest: int) -> str:
+def cut(text: str, longest: int) -> str:
     """Text that every tokenizer takes: surrogates, which UTF-8 has not, are replaced."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= longest else f"{text[:longest]} ... {len(text) - longest} more characters"
