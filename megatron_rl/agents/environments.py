@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
+from megatron_rl.agents.mcp_tools import McpTools
+from megatron_rl.agents.python_tool import PythonTool
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import load_function
@@ -19,8 +21,9 @@ ToolSchemas: TypeAlias = Sequence[Mapping[str, object]]
 class Environment(Protocol):
     """One conversation's. Methods may be coroutines; those that are not run in threads, so they may wait for others.
 
-    An attribute `inline = True` says that they only compute: they then run where the conversations do, without a thread and
-    without a deadline.
+    An attribute `inline = True` says that they only compute, or have deadlines of their own: they then run where the
+    conversations do, without a thread and without a deadline. A method `close`, where there is one, is called in the end,
+    however the conversation ended; what it raises is dropped.
     """
 
     def reset(self, task: Mapping[str, object]) -> ToolSchemas | Awaitable[ToolSchemas]:
@@ -36,7 +39,7 @@ class Environment(Protocol):
         ...
 
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"tool_house": ToolHouse}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"mcp": McpTools, "python": PythonTool, "tool_house": ToolHouse}
 
 
 def environment_maker(name: str, params: Params) -> Callable[[], Environment]:

@@ -96,4 +96,4 @@ def _action(pattern: re.Pattern[str] | None, text: str) -> str:
     found = [*pattern.finditer(text)]
     if not found:
         raise ModelFailed(f"the turn has no action: nothing in it matches {pattern.pattern!r}")
-    return str(found[-1][1] if pattern.groups else found[-1][0])
+    return str(found[-1][1] or "") if pattern.groups else str(found[-1][0])

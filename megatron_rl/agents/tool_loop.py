@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.agents.environments import Environment, environment_maker
-from megatron_rl.agents.failures import ModelFailed
+from megatron_rl.agents.failures import InfrastructureFailed, ModelFailed
 from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, register_agent
 from megatron_rl.base.typed_params import Params, Positive
 from megatron_rl.data.sample import Message
@@ -51,7 +52,18 @@ def tools(
     async def run(model: AsyncOpenAI, task: AgentTask) -> Verdict:
         house = make()
         call = functools.partial(_do, house, tool_seconds)
-        schemas = await call(house.reset, task)
+        try:
+            return await _converse(model, task, house, call)
+        finally:
+            if callable(close := getattr(house, "close", None)):
+                with contextlib.suppress(Exception):
+                    await call(close)
+
+    async def _converse(model: AsyncOpenAI, task: AgentTask, house: Environment, call: Callable[..., Any]) -> Verdict:
+        try:
+            schemas = await call(house.reset, task)
+        except CallTimeout:
+            raise InfrastructureFailed(f"{environment} took more than {tool_seconds:g} s to begin") from None
         offered: dict[str, Any] = {"tools": [*schemas]} if schemas else {}
         messages: list[Any] = [*cast(list[Message], task["prompt"])]
         while True:
@@ -71,7 +83,10 @@ def tools(
 
 async def _do(environment: Environment, seconds: float, method: Callable[..., Any], *arguments: object) -> Any:
     """A method's result. CallTimeout where it is late; an environment that is `inline` has no deadline."""
+    inline = getattr(environment, "inline", False)
     if inspect.iscoroutinefunction(method):
+        if inline:
+            return await method(*arguments)
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await method(*arguments)
@@ -79,7 +94,7 @@ async def _do(environment: Environment, seconds: float, method: Callable[..., An
             if deadline.expired():
                 raise CallTimeout from None
             raise
-    if getattr(environment, "inline", False):
+    if inline:
         return method(*arguments)
     return await asyncio.wrap_future(_pool().submit(functools.partial(method, *arguments), seconds))
 
@@ -89,6 +104,8 @@ async def _reply(call: Callable[[], Any], name: str, seconds: float) -> str:
         return str(await call())
     except CallTimeout:
         raise ModelFailed(f"the tool {name} took more than {seconds:g} s") from None
+    except (ModelFailed, InfrastructureFailed):
+        raise
     except Exception as error:  # whatever a tool raises is the model's to read
         return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
 

@@ -107,6 +107,7 @@ class TaskConfig(Section):
         "{prompt}", "text around the prompt: `{prompt}`, any metadata key, `{key:compact}` without white space"
     )
     chat: bool = key(False, "apply the tokenizer's chat template. No special tokens are added otherwise")
+    tools: list[Params] = key([], "with `chat`: tools of the prompts that have none of their own, in OpenAI's form")
     chat_params: Params = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
     weight: float | None = key(
         None,
@@ -116,7 +117,7 @@ class TaskConfig(Section):
     exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
     agent: AgentConfig | None = key(None, "the section below; null: a prompt's response is the rollout")
     demonstrations: str | None = key(
-        None, "SFT targets: `chain_sum_steps`, `tool_world`, `tool_house`, `column:<key>` of your data"
+        None, "SFT targets: `chain_sum_steps`, `tool_world`, `tool_house`, `python_maths`, `column:<key>` of your data"
     )
     demonstration_params: Params = key({}, "the writer's parameters")
 

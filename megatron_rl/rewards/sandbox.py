@@ -103,12 +103,12 @@ def run_program(
     ):
         channels = request.fileno(), refused.fileno(), returned.fileno(), threads.child_end.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_CHILD), *map(str, channels)],
+            [sys.executable, "-s", "-P", "-S", "-B", str(_CHILD), *map(str, channels)],
             stdin=given,
             stdout=printed,
             stderr=complained,
             cwd=scratch,
-            env={"LANG": "C.UTF-8"},
+            env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},  # a set of texts has the same order in each run
             pass_fds=channels,
             start_new_session=True,
         )

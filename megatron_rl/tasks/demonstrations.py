@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -122,6 +124,29 @@ def tool_house(shortcut: Share = 0.0, seed: int = 0) -> Writer:
     return write
 
 
+def python_maths(guesses: Share = 0.0, seed: int = 0) -> Writer:
+    """python_maths's conversations, with calls as Qwen's chat templates write them; a share of them does not call.
+
+    Args:
+        guesses: share of the samples that give a number of the answer's length out of the air, and so nearly always fail.
+            After a warm-up on these, RL still has to learn that the tool pays.
+        seed: another seed draws another selection.
+    """
+
+    def write(sample_id: str, fields: Fields) -> list[Message]:
+        if fields.get("source_dataset") != "python_maths":
+            raise ValueError("the writer python_maths is for the source python_maths only")
+        answer = str(fields["answer"])
+        if _uniform(seed, sample_id) < guesses:
+            digits = random.Random(f"{seed}/{sample_id}")
+            return [{"role": "assistant", "content": re.sub(r"\d", lambda _: str(digits.randint(1, 9)), answer)}]
+        [call] = fields["tool_calls"]
+        called: Message = {"role": "assistant", "content": hermes_call(call)}
+        return [called, {"role": "tool", "content": answer}, {"role": "assistant", "content": answer}]
+
+    return write
+
+
 def hermes_call(call: Call) -> str:
     """A call as Qwen's chat templates write it."""
     arguments = {"name": call["name"], "arguments": call["parameters"]}
@@ -130,6 +155,7 @@ def hermes_call(call: Call) -> str:
 
 WRITERS: dict[str, Callable[..., Writer]] = {
     "chain_sum_steps": chain_sum_steps,
+    "python_maths": python_maths,
     "tool_house": tool_house,
     "tool_world": tool_world,
 }

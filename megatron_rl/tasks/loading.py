@@ -143,7 +143,7 @@ def _load(
     with errors_named(f"task {name}"), _no_collection():
         items = _kept_items(config, held_out)
         texts = [mark_images(prompt, item.images, reader) for _, item, prompt in items]
-        tools = [item.tools for _, item, _ in items]
+        tools = [item.tools if item.tools is not None else config.tools or None for _, item, _ in items]
         token_ids = tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
         placed = [
             place_images(f"{name}/{index}", ids, item.images, reader)
@@ -158,11 +158,11 @@ def _load(
                 answer=item.answer,
                 tool_calls=item.tool_calls,
                 needs_response=item.needs_response,
-                metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
+                metadata=item.metadata if offered is None else {**item.metadata, "tools": offered},
                 images=images,
                 agent=name if config.agent is not None else None,
             )
-            for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
+            for (index, item, prompt), offered, (ids, images) in zip(items, tools, placed, strict=True)
         ]
         if config.demonstrations is not None:
             _demonstrate(samples, config)

@@ -11,6 +11,7 @@ from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
 from megatron_rl.tasks import reset_step
 from megatron_rl.tasks.bar_charts import bars_items, bars_params
+from megatron_rl.tasks.python_maths import maths_params, python_maths_items
 from megatron_rl.tasks.row_mapping import Item, file_items
 from megatron_rl.tasks.rows import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.tool_house import house_params, tool_house_items
@@ -67,6 +68,7 @@ SOURCES: dict[str, Source] = {
     "tool_world": Source(tool_world_items, _GENERATED, world_params),
     "tool_house": Source(tool_house_items, _GENERATED, house_params),
     "gymnasium": Source(reset_step.prompts, _GENERATED, reset_step.environment_params),
+    "python_maths": Source(python_maths_items, _GENERATED, maths_params),
     "bars": Source(bars_items, _GENERATED, bars_params),
     "jsonl": Source(file_items(jsonl_rows, arrow=False), _FILES),
     "parquet": Source(file_items(parquet_rows, arrow=True), _FILES),

@@ -28,6 +28,7 @@ _ALWAYS = {
     "prompt",
     "chat",
     "chat_params",
+    "tools",
     "agent",
     "exclude",
     "weight",
@@ -82,6 +83,11 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
+    if config.tools and not config.chat:
+        raise ValueError("tools: has no effect without chat: true")
+    for number, tool in enumerate(config.tools):
+        if not isinstance(function := tool.get("function"), dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{number}]: must be {{type: function, function: {{name: ..., parameters: ...}}}}")
     source = SOURCES.get(config.source, OWN)
     if config.size is None and source.generates:
         raise ValueError("size: is missing; say how many items to generate")

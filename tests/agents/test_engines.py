@@ -13,10 +13,12 @@ import yaml
 
 from megatron_rl.config import Machine, load_recipe, to_yaml
 from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import TaskConfig
 from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
+from megatron_rl.tasks.reset_step import prompts
 from megatron_rl.weights.create import create_model
-from tests.agents import inside, talking
+from tests.agents import inside, talking, walking
 from tests.warm import run_ranks
 
 GROUP = 2
@@ -28,7 +30,7 @@ def agent(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def recipe(folder: Path) -> Path:
-    """Prompts of three tasks: an agent in the process, a program, and none."""
+    """Prompts of four tasks: an agent in the process, a program, an environment with steps, and none."""
     create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
     create_model(folder / "model", create, 3)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
@@ -43,6 +45,13 @@ def recipe(folder: Path) -> Path:
         tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
     tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT})
+    walk = {
+        "environment": f"{walking.__file__}:Walk",
+        "python": sys.executable,
+        "environment_params": {"latency": 0.01},
+    }
+    tasks["walk"] = {"source": "gymnasium", "params": walk, "size": 1, "chat": True}
+    tasks["walk"]["agent"] = {**agent(""), "name": "gymnasium", "params": walk}
     held_out = {**tasks["talk"], "path": str(folder / "held_out.jsonl")}
     (folder / "held_out.jsonl").write_text('{"prompt": "how are you?"}\n')
     recipe = {
@@ -53,6 +62,7 @@ def recipe(folder: Path) -> Path:
         "rewards": {
             "letters": {"reward": "agent", "tasks": ["talk", "held_out"], "params": {"column": "letters"}},
             "turns": {"reward": "agent", "tasks": ["outside"]},
+            "walked": {"reward": "agent", "tasks": ["walk"]},
             "short": {"reward": "length", "params": {"limit": 12}},
         },
         "rollout": {
@@ -63,7 +73,7 @@ def recipe(folder: Path) -> Path:
             "max_concurrent": 4,
         },
         "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256},
-        "trainer": {"steps": 1, "prompts_per_step": 5},
+        "trainer": {"steps": 1, "prompts_per_step": 6},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
         "checkpoint": {"every": 0},
@@ -102,13 +112,31 @@ def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: Ran, two_engines: Ran) -> None:
     for ran in (of_two_ranks, two_engines):
-        assert sorted(ran.drawn) == [*range(5 * GROUP)]
+        assert sorted(ran.drawn) == [*range(6 * GROUP)]
         for record in ran.drawn.values():
             assert len(record["logprobs"]) == sum(record["mask"])
             assert np.abs(np.array(record["logprobs"]) - record["by_actor"]).max() < 2e-4
-    turns = [record["turns"] for _, record in sorted(of_two_ranks.drawn.items())]
+    turns = [record["turns"] for record in of_two_ranks.drawn.values() if not walked(record)]
     assert turns.count(3) == 3 * GROUP
     assert turns.count(1) == 2 * GROUP
+
+
+def walked(record: dict[str, Any]) -> bool:
+    return bool(record["messages"]) and record["messages"][0]["content"].startswith("at ")
+
+
+def test_an_environment_with_steps_is_played_and_its_rewards_are_summed(of_two_ranks: Ran) -> None:
+    played = [record for record in of_two_ranks.drawn.values() if walked(record)]
+    assert len(played) == GROUP
+    [item] = prompts(TaskConfig("gymnasium", params={"environment": f"{walking.__file__}:Walk"}, size=1))
+    for record in played:
+        walk, total = walking.Walk(), 0.0
+        seen = walk.reset(seed=item.metadata["seed"])[0]
+        for said, answer in zip(record["messages"][::2], record["messages"][1::2], strict=True):
+            assert said["content"] == seen
+            seen, reward, *_ = walk.step(answer["content"])
+            total += reward
+        assert record["rewards"]["walked"] == total
 
 
 def test_two_engines_draw_what_one_engine_draws(of_two_ranks: Ran, two_engines: Ran) -> None:
