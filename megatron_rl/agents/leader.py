@@ -32,6 +32,7 @@ _WAIT = 1.0  # seconds until `collect` returns without anything: other ranks wai
 _SETTLE = 0.005  # seconds that it waits for the next request of a burst, so that these are drawn together
 _BURST = 0.05  # seconds, for the whole burst: the engine begins, and the rest joins
 _BLOCKED = 60.0  # seconds without a turn of the loop
+_LAST_WORDS = 0.5  # seconds
 _ATTEMPTS = 2
 
 
@@ -94,7 +95,7 @@ class AgentLeader:
         return lost
 
     def close(self) -> None:
-        """Ends the agents; none of them is waited for."""
+        """Ends the agents, which have a moment to end what they started."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(_WAIT)
         if not self._thread.is_alive():
@@ -118,8 +119,11 @@ class AgentLeader:
     async def _end(self) -> None:
         self._http.close()
         await self._client.aclose()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
         self._loop.call_soon(self._loop.stop)
 
     def _arrive(self, name: Name, what: Request | Rollout) -> None:

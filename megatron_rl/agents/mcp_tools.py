@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 1 << 22  # bytes of a message of a server's
 _MOST_BYTES = 1 << 24  # of all that it writes between two requests
 _LEAST = 1 << 12  # bytes that any message counts for there, since reading it takes time, too
+_REST_SECONDS = 1.0  # for what a server that is killed has written
 _MOST_PAGES = 100  # of its list of tools
 _INHERITED = ("HOME", "LANG", "PATH", "TMPDIR", "USER")
 
@@ -123,6 +124,8 @@ class _Connection:
         self._server, self._ending = server, asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._listed: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._kill = weakref.finalize(self, _kill, self._processes)  # at the end of this process at the latest
         self.task = asyncio.create_task(self._hold(), name=str(server))
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -151,7 +154,11 @@ class _Connection:
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
     def end(self) -> None:
-        self._ending.set()
+        if self._client.done():
+            self._ending.set()
+        else:
+            self.task.cancel()
+        self._kill()
 
     async def _list(self) -> list[dict[str, Any]]:
         client, listed, cursor = await self._ready(), list[dict[str, Any]](), None
@@ -198,7 +205,7 @@ class _Connection:
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Transport:
         command, environment, url, key = self._server
         if command is not None:
-            return _stdio(command, dict(environment))
+            return _stdio(command, dict(environment), self._processes)
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
@@ -218,9 +225,18 @@ def _shared(server: _Server) -> _Connection:
     return known[server]
 
 
-def _stdio(command: Sequence[str], environment: Mapping[str, str]) -> AbstractAsyncContextManager[Any]:
-    """A transport of `mcp`'s to a server that is started. Unlike the library's own it bounds what the server may write, and
-    takes no time to end it."""
+def _kill(processes: Sequence[asyncio.subprocess.Process]) -> None:
+    for process in processes:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stdio(
+    command: Sequence[str], environment: Mapping[str, str], processes: list[asyncio.subprocess.Process]
+) -> AbstractAsyncContextManager[Any]:
+    """A transport of `mcp`'s to a server that is started, and noted among `processes`. Unlike the library's own it bounds
+    what the server may write, and takes no time to end it."""
 
     @asynccontextmanager
     async def transport() -> AsyncIterator[Any]:
@@ -237,6 +253,7 @@ def _stdio(command: Sequence[str], environment: Mapping[str, str]) -> AbstractAs
             limit=_LONGEST_LINE,
             start_new_session=True,  # what it starts ends with it
         )
+        processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
         to_client, received = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -254,10 +271,12 @@ def _stdio(command: Sequence[str], environment: Mapping[str, str]) -> AbstractAs
                             break
                         if (message := _message(line)) is not None:
                             await to_client.send(SessionMessage(message))
+            _kill([process])
+            from_client.close()  # else the client would ask again, and wait
 
         async def write() -> None:
             nonlocal room
-            async with from_client:
+            with contextlib.suppress(anyio.ClosedResourceError):
                 async for message in from_client:
                     room = _MOST_BYTES
                     line = message.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -269,13 +288,17 @@ def _stdio(command: Sequence[str], environment: Mapping[str, str]) -> AbstractAs
         try:
             yield received, to_send
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill([process])
             for task in tasks:
                 task.cancel()
-            received.close()
-            to_send.close()
-            await process.wait()
+            await asyncio.wait(tasks)
+            for stream in (received, to_send, to_client, from_client):
+                stream.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REST_SECONDS):  # a program that left the group may hold the pipe
+                    while await requests.read(1 << 16):  # what has its end read is closed
+                        pass
+                    await process.wait()
 
     return transport()
 

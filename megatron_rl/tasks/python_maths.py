@@ -95,7 +95,7 @@ def schema() -> dict[str, object]:
 
 
 def _sum(params: MathsParams, rng: random.Random, values: dict[str, int]) -> tuple[str, str]:
-    """In words, and in Python. It has the latest named number in it, if there is one, and divides by no name."""
+    """A sum in words, and in Python. It has the latest named number in it, if there is one, and divides by no name."""
     terms = rng.randint(params.min_terms, params.max_terms)
     latest = rng.randrange(terms) if values else -1
     words, expression = "", ""

@@ -58,7 +58,7 @@ class Game(Protocol):
     async def step(self, action: str) -> Step: ...
 
     async def close(self) -> None:
-        """After the last step, or after one that was given up."""
+        """Ends the game, after its last step or after one that was given up."""
         ...
 
 

@@ -140,7 +140,8 @@ def test_a_server_that_fails_costs_its_conversations_and_no_other(
 def test_a_server_that_never_speaks_the_protocol_is_lost(
     how: str, says: str, words: Any, tools: list[dict[str, Any]]
 ) -> None:
-    rollouts, lost = conversed(words, tools, {"command": [*SERVER, how]}, {"go": []}, tool_seconds=2.0)
+    seconds = 2.0 if how == "silent" else 30.0
+    rollouts, lost = conversed(words, tools, {"command": [*SERVER, how]}, {"go": []}, tool_seconds=seconds)
     assert rollouts.held[0].failed_by == "infrastructure"
     [reason] = lost
     assert says in reason

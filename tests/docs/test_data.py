@@ -16,6 +16,7 @@ from public_data import FORMATS
 
 from megatron_rl.config.schema import TasksConfig
 from megatron_rl.tasks import check_tasks
+from megatron_rl.tasks.python_maths import MathsParams
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.tool_house import HouseParams
 from megatron_rl.tasks.tool_world import WorldParams
@@ -34,6 +35,7 @@ def test_tables_are_complete() -> None:
     assert set(first_column("| format | dataset | rows |")) == set(FORMATS)
     assert defaults_of("| parameter | default |") == dataclasses.asdict(WorldParams())
     assert defaults_of("| name | default |") == dataclasses.asdict(HouseParams())
+    assert defaults_of("| name in python_maths | default |") == dataclasses.asdict(MathsParams())
 
 
 def defaults_of(heading: str) -> dict[str, float]:
