@@ -26,7 +26,7 @@ RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
 Factory: TypeAlias = Callable[..., RunAgent]
 
 _BUILT_IN: dict[str, str] = {  # name -> the module that registers it
-    "gymnasium": "megatron_rl.agents.reset_step",
+    "gymnasium": "megatron_rl.agents.gymnasium_loop",
     "tools": "megatron_rl.agents.tool_loop",
 }
 _FACTORIES: dict[str, Factory] = {}

@@ -72,13 +72,20 @@ class Served:
             raise ConnectionError(f"{self._url} closed the connection (code {self._socket.close_code})")
         said: Any = json.loads(message.data)
         if not isinstance(said, dict) or said.get("type") != "observation":
-            problem = said.get("data", {}).get("message") if isinstance(said, dict) else None
-            raise ValueError(f"{self._url} answered: {problem or message.data:.500}")
-        told = said["data"]
-        observation = told["observation"]
+            raise ValueError(f"{self._url} answered: {_problem(said) or message.data:.500}")
+        step = said["data"]
+        observation = step["observation"]
         if self._observation is not None:
             if self._observation not in observation:
                 raise ValueError(f"an observation has no field {self._observation!r}: it has {', '.join(observation)}")
             observation = observation[self._observation]
         text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-        return Step(text, float(told.get("reward") or 0.0), bool(told.get("done")))
+        return Step(text, float(step.get("reward") or 0.0), bool(step.get("done")))
+
+
+def _problem(said: object) -> str | None:
+    """The server's words in an error, with what was wrong with an action; None in anything else."""
+    data = said.get("data") if isinstance(said, dict) else None
+    if not isinstance(data, dict) or "message" not in data:
+        return None
+    return f"{data['message']} {json.dumps(data['errors']) if 'errors' in data else ''}".strip()

@@ -71,16 +71,16 @@ def python_maths_items(config: TaskConfig) -> Iterator[Item]:
 
 def make_item(params: MathsParams, rng: random.Random) -> Item:
     values: dict[str, int] = {}
-    said, code = list[str](), list[str]()
+    sentences, code = list[str](), list[str]()
     for name in _NAMES[: rng.randint(params.min_names, params.max_names)]:
         words, expression = _sum(params, rng, values)
-        said.append(f"{name} is {words}.")
+        sentences.append(f"{name} is {words}.")
         code.append(f"{name}={expression}")
         values[name] = _value(expression, values)
     words, expression = _sum(params, rng, values)
     program = ";".join([*code, expression])
     return Item(
-        prompt=" ".join([*said, f"what is {words}?"]),
+        prompt=" ".join([*sentences, f"what is {words}?"]),
         answer=str(_value(expression, values)),
         tool_calls=[{"name": TOOL, "parameters": {"code": program}}],
         tools=[schema()],
@@ -112,5 +112,5 @@ def _sum(params: MathsParams, rng: random.Random, values: dict[str, int]) -> tup
 
 
 def _value(expression: str, values: dict[str, int]) -> int:
-    """By Python's own rules: of numbers, names and the four operators that `_sum` writes."""
+    """The value by Python's own rules, of numbers, names and the four operators that `_sum` writes."""
     return int(eval(expression, {"__builtins__": {}}, values))

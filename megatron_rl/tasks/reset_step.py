@@ -1,6 +1,6 @@
 """Environments with Gymnasium's interface, `reset` and `step`: in threads, in processes of another Python, or served.
 
-`prompts` makes the prompts of a task of their first observations; the agent `gymnasium` (`megatron_rl.agents.reset_step`)
+`prompts` makes the prompts of a task of their first observations; the agent `gymnasium` (`megatron_rl.agents.gymnasium_loop`)
 plays on from there.
 """
 
@@ -99,30 +99,30 @@ def game_maker(params: EnvironmentParams) -> Callable[[], Game]:
     Raises:
         ValueError: there is no such environment or interpreter, or a parameter is refused.
     """
-    name, own, seconds = params.environment, params.environment_params, params.step_seconds
+    name, factory_params, seconds = params.environment, params.environment_params, params.step_seconds
     if name == OPENENV:
         if params.python is not None:
             raise ValueError("python: has no effect on a server; remove it")
-        check_params(Served, own, OPENENV)
-        if "url" not in own:
+        check_params(Served, factory_params, OPENENV)
+        if "url" not in factory_params:
             raise ValueError(f"{OPENENV}: the parameter 'url' is missing")
         with errors_named(OPENENV):
-            Served(**own)
-        return lambda: _Deadlines(Served(**own), seconds)
+            Served(**factory_params)
+        return lambda: _Deadlines(Served(**factory_params), seconds)
     if ":" not in name:
         raise ValueError(
             f"the environment {name!r} is neither {OPENENV!r} nor written file.py:factory or module:factory"
         )
     if params.python is not None:
-        return functools.partial(_InThreads, _Workers(params.python, name, own, seconds).take, None)
+        return functools.partial(_InThreads, _Workers(params.python, name, factory_params, seconds).take, None)
     factory = load_function(name, "environment")
-    check_params(factory, own, name)
+    check_params(factory, factory_params, name)
     with errors_named(name, ValueError, TypeError):
-        made = factory(**own)
+        made = factory(**factory_params)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ValueError(f"the environment {name!r} has no method {method!r}")
-    return functools.partial(_InThreads, functools.partial(factory, **own), seconds)
+    return functools.partial(_InThreads, functools.partial(factory, **factory_params), seconds)
 
 
 def prompts(config: TaskConfig) -> Iterator[Item]:

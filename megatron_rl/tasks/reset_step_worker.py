@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """What an environment says to an action. `ended`: terminated or truncated."""
+    """An environment's word on an action. `ended`: terminated or truncated."""
 
     observation: str
     reward: float
@@ -38,7 +38,7 @@ def begun(environment: Any, seed: int) -> str:
 
 
 def stepped(environment: Any, action: str) -> Step:
-    """What the environment says to an action. TypeError where `step` returns something else than Gymnasium's."""
+    """The environment's word on an action. TypeError where `step` returns something else than Gymnasium's."""
     returned = environment.step(action)
     if not isinstance(returned, tuple) or len(returned) != 5:
         raise TypeError(f"step returned {returned!r:.80}, must be (observation, reward, terminated, truncated, info)")
@@ -75,17 +75,17 @@ def main() -> None:
     environment: Any = None
     factories: dict[str, Any] = {}
     for line in requests:
-        asked = json.loads(line)
+        request = json.loads(line)
         answer: dict[str, object] = {}
         try:
-            if asked["do"] == "make":
-                name = asked["name"]
+            if request["do"] == "make":
+                name = request["name"]
                 factories[name] = factories.get(name) or _load(name)
-                environment = factories[name](**asked["params"])
-            elif asked["do"] == "reset":
-                answer["observation"] = begun(environment, asked["seed"])
-            elif asked["do"] == "step":
-                answer = stepped(environment, asked["action"])._asdict()
+                environment = factories[name](**request["params"])
+            elif request["do"] == "reset":
+                answer["observation"] = begun(environment, request["seed"])
+            elif request["do"] == "step":
+                answer = stepped(environment, request["action"])._asdict()
             else:
                 with contextlib.suppress(AttributeError):  # it need not have one
                     environment.close()

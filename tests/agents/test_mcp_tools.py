@@ -45,7 +45,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def tools() -> list[dict[str, Any]]:
     """Those of the server, as a recipe has them."""
-    command = [sys.executable, "-m", "megatron_rl.agents.mcp_tools", *SERVER]
+    command = [sys.executable, "-m", "megatron_rl.agents.mcp_client", *SERVER]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     listed: list[dict[str, Any]] = yaml.safe_load(printed)["tools"]
     return listed
