@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,12 @@ from megatron_rl.cli import main
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import FOLDER, published_config, published_names
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models import model_of
 from megatron_rl.planning.components import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, MemoryPlan
 from megatron_rl.planning.memory import make_plan
+from megatron_rl.weights.create import write_tokenizer
+from tests.agents import talking
 
 from . import tiny
 
@@ -84,13 +88,14 @@ def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of models, with the real config.json and empty weights, and of data, with a row in each format."""
     models, data = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("data")
+    words = tmp_path_factory.mktemp("words")  # of agents' models, whose templates are looked at
+    write_tokenizer(words, CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64))
+    (words / "chat_template.jinja").write_text(talking.TEMPLATE)
     for model in published_names():
         folder = models / model
-        folder.mkdir()
+        shutil.copytree(words, folder)
         (folder / "config.json").write_text(json.dumps(published_config(model)))
-        for name in ("tokenizer.json", "model.safetensors"):
-            (folder / name).touch()
-        (folder / "chat_template.jinja").touch()
+        (folder / "model.safetensors").touch()
     for name in runnable():
         for task in tasks_of(name):
             if "path" in task:
