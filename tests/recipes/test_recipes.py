@@ -20,8 +20,8 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import smallest_world
-from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.models import model_of
 from megatron_rl.planning.components import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, MemoryPlan
 from megatron_rl.planning.memory import make_plan
