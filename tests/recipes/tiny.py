@@ -155,7 +155,10 @@ def overrides(config: Config, data: Path) -> list[str]:
     }
     for group, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
-            if task.source in ("reasoning_gym", "tool_world", "tool_house", "python_maths", "bars") or ":" in task.source:
+            if (
+                task.source in ("reasoning_gym", "tool_world", "tool_house", "python_maths", "bars")
+                or ":" in task.source
+            ):
                 changed[f"tasks.{group}.{name}.size"] = size_of(task)
             if task.source == "split":
                 changed[f"tasks.{group}.{name}.hold_out"] = 1
