@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from megatron_rl.data.sample import Message
 
 _ROLES_BY_ID = ("tool_call_id", "name")
+_HALF = re.compile("[\ud800-\udfff]")
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -58,7 +60,7 @@ def difference(sent: Message, recorded: Message) -> str | None:
         if key in sent and key in recorded:
             meanings[f"its {key}"] = [sent[key], recorded[key]]
     for name, (theirs, ours) in meanings.items():
-        if theirs != ours:
+        if theirs not in (ours, whole_characters(ours)):
             return f"{name} is {theirs!r:.{_SHOWN}}, and was {ours!r:.{_SHOWN}}"
     return None
 
@@ -87,9 +89,29 @@ def arguments_of(function: Mapping[str, object]) -> object:
         return arguments
 
 
+def whole_characters(value: object) -> object:
+    """A value of JSON in whose texts no character is half: some clients cannot read these, which the policy's JSON may have."""
+    if isinstance(value, str):
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {str(whole_characters(key)): whole_characters(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(whole_characters, value))
+    return value
+
+
 def same_tools(some: Sequence[object] | None, others: Sequence[object] | None) -> bool:
-    """Whether tools are the same, whatever the order of keys, and with or without keys that have no value."""
-    return _plain(some or []) == _plain(others or [])
+    """Whether tools are the same, whatever the order of keys, and with or without keys that have no value.
+
+    `strict`, by which a server would hold the model to a function's schema, is none of it: the policy is held to nothing.
+    """
+    return [*map(_tool, some or [])] == [*map(_tool, others or [])]
+
+
+def _tool(tool: object) -> object:
+    if isinstance(tool, Mapping) and isinstance(function := tool.get("function"), Mapping):
+        tool = {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+    return _plain(tool)
 
 
 def _plain(value: object) -> object:

@@ -1,4 +1,5 @@
-"""The engine that is trained as an OpenAI-compatible server: `/sessions/<name>/v1` is one conversation's base URL.
+"""The engine that is trained as a server of the dialects that agents speak: `/sessions/<name>/v1` is one conversation's base
+URL.
 
 Python agents and programs take the same way; for programs it listens on the loopback interface (`HttpServer`).
 """
@@ -8,143 +9,175 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import resource
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_rl.agents.session import PolicyTurn, RefusedTurn, Session
+from megatron_rl.agents.dialects import DIALECTS, MODEL, Dialect, anthropic_messages
+from megatron_rl.agents.dialects.asking import Event, openai_refusal
+from megatron_rl.agents.session import RefusedTurn, Session
 
-MODEL = "policy"
 _MOST_BYTES = 2**25  # of a request
-_IGNORED = {"model", "user", "metadata", "store", "parallel_tool_calls"}
-# Parameter -> its only value besides null.
-_FIXED: dict[str, object] = {
-    "n": 1,
-    "stream": False,
-    "logprobs": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "response_format": {"type": "text"},
-}
-_READ = {"messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p"}
-_REMEDY = {"stream": "answers come whole", "n": "ask once per rollout; rollout.group_size says how many there are"}
+_MOST_CONNECTIONS = 4096
+_SECONDS = 60.0  # until a request's headers are whole, and again until its body is
+_Find: TypeAlias = Callable[[str], Session | None]
+_Answer: TypeAlias = Callable[[Session, Request], Awaitable[Response]]
+_Refusal: TypeAlias = Callable[[str, str, int], dict[str, Any]]
 
 
-def make_app(find: Callable[[str], Session | None]) -> Starlette:
+def make_app(find: _Find) -> Starlette:
     """The app over the sessions that `find` knows by name."""
-
-    async def chat(request: Request) -> Response:
-        return await _answered(request, find, _complete)
-
-    async def models(request: Request) -> Response:
-        return await _answered(request, find, _list)
-
-    return Starlette(
-        routes=[
-            Route("/sessions/{name}/v1/chat/completions", chat, methods=["POST"]),
-            Route("/sessions/{name}/v1/models", models, methods=["GET"]),
-        ]
-    )
+    routes = [_route(find, path, "POST", _turn_in(dialect), dialect.refusal) for path, dialect in DIALECTS.items()]
+    routes += [
+        _route(find, "v1/messages/count_tokens", "POST", _count, anthropic_messages.refusal),
+        _route(find, "v1/reward", "POST", _reward, openai_refusal),
+        _route(find, "v1/models", "GET", _models, openai_refusal),
+    ]
+    return Starlette(routes=routes)
 
 
-async def _answered(
-    request: Request, find: Callable[[str], Session | None], answer: Callable[[Session, Request], Any]
-) -> Response:
-    session = find(request.path_params["name"])
-    key = request.headers.get("authorization", "").removeprefix("Bearer ")
-    # An unknown session and a wrong key look the same: nobody learns which sessions there are.
-    if session is None or not hmac.compare_digest(key.encode(), session.api_key.encode()):
-        return _error("there is no such session with this key", "invalid_api_key", 401)
-    try:
-        return JSONResponse(await answer(session, request))
-    except RefusedTurn as error:
-        return _error(str(error), error.code, error.status)
+def _route(find: _Find, path: str, method: str, answer: _Answer, refusal: _Refusal) -> Route:
+    """A path behind a session's address, for those who know its key."""
+
+    async def answered(request: Request) -> Response:
+        session = find(request.path_params["name"])
+        # An unknown session and a wrong key look the same: nobody learns which sessions there are.
+        if session is None or not hmac.compare_digest(_key_of(request).encode(), session.api_key.encode()):
+            text = "there is no such session with this key"
+            return JSONResponse(refusal(text, "invalid_api_key", 401), 401)
+        try:
+            return await answer(session, request)
+        except RefusedTurn as error:
+            # What is left of a request that was not read to its end is not the next one.
+            headers = {"connection": "close"} if error.status in (408, 413) else {}
+            return JSONResponse(refusal(str(error), error.code, error.status), error.status, headers)
+
+    return Route(f"/sessions/{{name}}/{path}", answered, methods=[method])
 
 
-def _error(text: str, code: str, status: int) -> Response:
-    return JSONResponse({"error": {"message": text, "type": "invalid_request_error", "code": code}}, status)
+def _key_of(request: Request) -> str:
+    """As OpenAI's clients send it, or as Anthropic's do."""
+    bearer = request.headers.get("authorization", "")
+    return bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
 
 
-async def _list(session: Session, request: Request) -> dict[str, object]:
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}]}
+def _turn_in(dialect: Dialect) -> _Answer:
+    async def answer(session: Session, request: Request) -> Response:
+        body = await _body_of(request)
+        asked = dialect.read(body, session.opening.sampling)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        said = [*session.up_to(asked.follows), *asked.messages]
+        if asked.tokens is not None:
+            turn = await session.go_on(asked.tokens, max_tokens=asked.max_tokens, is_retry=is_retry)
+        else:
+            turn = await session.complete(
+                [*asked.instructions, *said],
+                asked.tools,
+                reads_calls=asked.reads_calls,
+                max_tokens=asked.max_tokens,
+                is_retry=is_retry,
+            )
+        reply = dialect.reply(body, turn, f"{session.opening.turn_seed(turn.turn):x}")
+        if dialect.remembers:
+            session.replied[reply["id"]] = [*said, turn.message]
+        if not asked.stream:
+            return _json(reply)
+        return Response(_written(dialect.events(body, reply)), media_type="text/event-stream", headers=_STREAM)
+
+    return answer
 
 
-async def _complete(session: Session, request: Request) -> dict[str, object]:
+_STREAM = {"cache-control": "no-cache"}
+
+
+def _written(events: Iterable[Event]) -> bytes:
+    """Server-sent events."""
+    lines = []
+    for name, data in events:
+        if name is not None:
+            lines.append(b"event: " + name.encode())
+        lines.append(b"data: " + (data.encode() if isinstance(data, str) else _encoded(data)) + b"\n")
+    return b"\n".join(lines) + b"\n"
+
+
+def _json(value: Mapping[str, Any]) -> Response:
+    return Response(_encoded(value), media_type="application/json")
+
+
+def _encoded(value: object) -> bytes:
+    # ASCII, for half a character in a call's arguments has no other encoding, and no line break stands in an event.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """A request's JSON, which is an object."""
     text = bytearray()
-    async for part in request.stream():  # not all requests say how long they are
-        text += part
-        if len(text) > _MOST_BYTES:
-            raise RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
+    try:
+        async with asyncio.timeout(_SECONDS):
+            async for part in request.stream():  # not all requests say how long they are
+                text += part
+                if len(text) > _MOST_BYTES:
+                    raise RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
+    except TimeoutError:
+        raise RefusedTurn(f"the request was not whole after {_SECONDS:g} s", "request_timeout", 408) from None
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedTurn(f"the request is not JSON: {error}", "invalid_json") from None
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
-        raise RefusedTurn("`messages` must be a list of messages", "invalid_messages")
-    _check(body, session)
-    choice = body.get("tool_choice")
-    reply = await session.complete(
-        messages,
-        body.get("tools") or None,
-        reads_calls=choice != "none",
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-        is_retry=request.headers.get("x-stainless-retry-count", "0") != "0",
-    )
-    return _completion(session, reply)
+    if not isinstance(body, dict):
+        raise RefusedTurn("the request must be an object", "invalid_json")
+    return body
 
 
-def _check(body: Mapping[str, object], session: Session) -> None:
-    """Raises RefusedTurn where a parameter asks for what the recipe does not say, or is not known here."""
-    for name, value in body.items():
-        if value is None or name in _IGNORED:
-            continue
-        if name in _FIXED and value != _FIXED[name]:
-            remedy = f": {_REMEDY[name]}" if name in _REMEDY else ""
-            raise RefusedTurn(
-                f"`{name}` = {value!r:.80} is not supported{remedy}; leave it out", "unsupported_parameter"
-            )
-        if name not in _READ and name not in _FIXED:
-            raise RefusedTurn(f"`{name}` is not supported; leave it out", "unsupported_parameter")
-    sampling = session.opening.sampling
-    for name, value in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
-        if body.get(name) not in (None, value):
-            raise RefusedTurn(
-                f"`{name}` is {body[name]!r:.80}, and the recipe draws with {value:g}: what is trained on is drawn as the "
-                "recipe says; leave it out",
-                "unsupported_parameter",
-            )
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise RefusedTurn(
-            f"`tool_choice` is {body['tool_choice']!r:.80}; `auto` and `none` are supported", "unsupported_parameter"
-        )
-    for name in ("max_tokens", "max_completion_tokens"):
-        limit = body.get(name)
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise RefusedTurn(f"`{name}` is {limit!r:.80}, must be a positive integer", "invalid_parameter")
-    tools = body.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RefusedTurn("`tools` must be a list of JSON schemas", "invalid_parameter")
+async def _models(session: Session, request: Request) -> Response:
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}
+    return _json({"object": "list", "data": [model]})
 
 
-def _completion(session: Session, reply: PolicyTurn) -> dict[str, object]:
-    """OpenAI's form. It says nothing of the time or of other conversations: an agent is a function of what was drawn."""
-    tokens = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
-    choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason, "logprobs": None}
-    return {
-        "id": f"chatcmpl-{session.opening.turn_seed(reply.turn):x}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [choice],
-        "usage": {**tokens, "total_tokens": reply.prompt_tokens + reply.completion_tokens},
-    }
+async def _count(session: Session, request: Request) -> Response:
+    body = await _body_of(request)
+    asked = anthropic_messages.read(body, session.opening.sampling)
+    return _json({"input_tokens": session.count(asked.messages, asked.tools)})
+
+
+async def _reward(session: Session, request: Request) -> Response:
+    session.give((await _body_of(request)).get("reward"))
+    return _json({"object": "reward"})
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection that is closed where the headers of a request are not whole in time, or where there are too many."""
+
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            transport.abort()
+        else:
+            self._closing = self.loop.call_later(_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        waits = self.cycle is None or self.cycle.response_complete
+        if not waits and self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        elif waits and self._closing is None:
+            self._closing = self.loop.call_later(_SECONDS, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        super().connection_lost(exc)
 
 
 class HttpServer:
@@ -160,7 +193,9 @@ class HttpServer:
         """Says where it listens, from any thread."""
         if self._socket is None:
             self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            config = uvicorn.Config(self._app, lifespan="off", log_level="error", access_log=False, ws="none")
+            config = uvicorn.Config(
+                self._app, lifespan="off", log_level="error", access_log=False, ws="none", http=_Connection
+            )
             self._server = uvicorn.Server(config)
             asyncio.run_coroutine_threadsafe(self._server.serve([self._socket]), self._loop)
         return "http://{}:{}".format(*self._socket.getsockname())

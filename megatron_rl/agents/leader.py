@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import threading
 import time
-import typing
 from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
 import httpx2
-import numpy as np
 from openai import AsyncOpenAI
 
 from megatron_rl.agents.endpoint import HttpServer, make_app
@@ -183,7 +180,7 @@ class AgentLeader:
                     f"no answer within {opening.agent.seconds:g} s ({opening.key}.agent.seconds)",
                 )
         try:
-            rewards = rewards_of(task.result())
+            rewards = session.verdict(task.result())
             if not session.ledger.turns:
                 raise InfrastructureFailed("the agent ended without a turn of the policy")
             return rewards, None, None
@@ -213,7 +210,11 @@ class AgentLeader:
         opening = session.opening
         items: dict[str, object] = {**opening.sample.as_mapping(), "prompt": opening.messages}
         items |= {"tools": opening.sample.metadata.get("tools"), "seed": opening.turn_seed(0)}
-        return AgentTask(items, lambda: f"{self._http.address()}/sessions/{session.name}/v1", session.api_key)
+        address = functools.partial(self._address_of, session)
+        return AgentTask(items, address, session.api_key, session.given)
+
+    def _address_of(self, session: Session) -> str:
+        return f"{self._http.address()}/sessions/{session.name}/v1"
 
     def _count(self, opening: Opening, lost: str | None, attempts: int) -> None:
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost is not None else 0
@@ -228,36 +229,17 @@ class AgentLeader:
                 )
 
 
-def rewards_of(verdict: Verdict) -> dict[str, float]:
-    """An agent's verdict by column; NaN: without a value.
-
-    Raises:
-        InfrastructureFailed: it is neither a number nor a mapping of numbers.
-    """
-    if verdict is None:
-        return {}
-    named = dict(verdict) if isinstance(verdict, Mapping) else {"reward": verdict}
-    rewards = dict[str, float]()
-    for column, value in named.items():
-        number: object = math.nan if value is None else value
-        is_number = isinstance(number, float | int | np.number) and not math.isinf(number)
-        if not isinstance(column, str) or column == EVERY_COLUMN or not is_number:
-            raise InfrastructureFailed(
-                f"the agent returned {verdict!r:.200}, no number or mapping of columns to numbers"
-            )
-        rewards[column] = float(typing.cast(float, number))
-    return rewards
-
-
 def _label(opening: Opening) -> str:
     return f"rollout {opening.index} of {opening.sample.id}"
 
 
 async def _guarded(run: RunAgent, model: AsyncOpenAI, task: AgentTask) -> Verdict:
-    """An agent that would end the process ends its conversation only."""
+    """An agent that would end the process, or this thread, ends its conversation only."""
     try:
         return await run(model, task)
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         raise InfrastructureFailed(f"the agent raised {type(error).__name__}") from error
 
 

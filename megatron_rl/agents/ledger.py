@@ -71,7 +71,49 @@ class Ledger:
             with errors_named("", as_error=LedgerError):
                 appended = self._renderer.following(whole, len(self._messages), self._tools, self._ended)
             self._pending = whole, appended
-        return [i for segment in self._segments for i in segment.ids.tolist()] + self._pending[1]
+        return self._recorded + self._pending[1]
+
+    def request_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """These tokens, which are all that are recorded, and new ones behind. The new ones' text is a message of the user's.
+
+        Raises:
+            OtherPrompt: the first request is not the sample's prompt.
+            Forked: a later one does not begin with what is recorded, or adds nothing.
+        """
+        recorded = self._recorded
+        known = recorded + (self._pending[1] if self._pending else [])
+        if [*tokens[: len(known)]] != known:
+            pairs = enumerate(zip(tokens, known, strict=False))
+            places = (f"token_ids[{i}] is {theirs}, and was {ours}" for i, (theirs, ours) in pairs if theirs != ours)
+            where = next(places, f"it has {len(tokens)} tokens, and there are {len(known)}")
+            raise (Forked if self.turns else OtherPrompt)(f"the request does not go on with the sequence: {where}")
+        new = [*tokens[len(known) :]]
+        if unknown := [token for token in new if not 0 <= token < self._renderer.tokens]:
+            raise LedgerError(f"token_ids has {unknown[0]}, and the tokenizer's are 0 to {self._renderer.tokens - 1}")
+        if self._pending is not None:
+            if new:
+                raise Forked(f"a request came while another had no answer: it has {len(new)} tokens more")
+        elif self.turns == 0:
+            if new:
+                raise OtherPrompt(
+                    f"the first request has {len(new)} tokens behind the sample's prompt; send the prompt"
+                )
+            self._pending = self._messages, []
+        elif not new:
+            raise Forked("the request has no token behind the model's last turn")
+        else:
+            said: Message = {"role": "user", "content": self._renderer.tokenizer.decode(new)}
+            self._pending = [*self._messages, said], new
+        return recorded + self._pending[1]
+
+    @property
+    def _recorded(self) -> list[int]:
+        return [i for segment in self._segments for i in segment.ids.tolist()]
+
+    def count(self, messages: Sequence[Mapping[str, object]], tools: Tools) -> int:
+        """Tokens of messages as the template writes them, whatever is recorded."""
+        with errors_named("", as_error=LedgerError):
+            return len(self._renderer.first(read_messages(messages), tools))
 
     def record(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, version: int, finish_reason: str, message: Message

@@ -39,16 +39,24 @@ class AgentTask(dict[str, object]):
     Args:
         address: the session's base URL over HTTP; the first call opens the server.
         api_key: the session's.
+        posted_reward: an agent may await what a program posts to the session's `reward`, which is then the conversation's
+            where the agent returns it or None.
     """
 
-    def __init__(self, items: Mapping[str, object], address: Callable[[], str], api_key: str) -> None:
+    def __init__(
+        self,
+        items: Mapping[str, object],
+        address: Callable[[], str],
+        api_key: str,
+        posted_reward: Callable[[], Awaitable[Mapping[str, float]]],
+    ) -> None:
         super().__init__(items)
-        self._address, self.api_key = address, api_key
+        self._address, self.api_key, self.posted_reward = address, api_key, posted_reward
 
     @property
     def base_url(self) -> str:
-        """The session's address for programs that speak OpenAI's chat completions, on this host's loopback interface. Nothing
-        listens before an agent reads it."""
+        """The session's address for programs, on this host's loopback. It ends in `/v1`, as OpenAI's clients take it;
+        Anthropic's take it without. Nothing listens before an agent reads it."""
         return self._address()
 
 

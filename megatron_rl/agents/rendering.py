@@ -208,6 +208,11 @@ class Renderer:
         return _Ends(last, followed, "", False)
 
     @cached_property
+    def tokens(self) -> int:
+        """One more than the highest id of the tokenizer's."""
+        return 1 + max(self.tokenizer.get_vocab().values())
+
+    @cached_property
     def _ids(self) -> dict[str, int]:
         """The tokenizer's special tokens."""
         return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -101,10 +102,13 @@ def _without_calls(content: str, parser: ParserName) -> str:
 
 
 def _can_be_sent(call: Call) -> bool:
-    """Whether a name is text that UTF-8 has, and arguments are no deeper than those who read them can go."""
+    """Whether a name is text that UTF-8 has, and arguments are no deeper than those who read them can go, with numbers that
+    JSON has: Python reads NaN, and no other language does."""
     level: list[object] = [call["parameters"]]
     for _ in range(_DEEPEST):
         level = [item for value in level for item in _items(value)]
+        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
+            return False
     return not level and not _SURROGATE.search(call["name"])
 
 

@@ -14,10 +14,12 @@ from typing import cast
 
 import numpy as np
 
-from megatron_rl.agents.failures import FailedBy, ModelFailed
+from megatron_rl.agents.failures import FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.ledger import Ledger, LedgerError
+from megatron_rl.agents.registry import Verdict
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply, turn_text
+from megatron_rl.agents.verdict import rewards_of
 from megatron_rl.config.schema import AgentConfig
 from megatron_rl.data.rollout import Rollout, Segment
 from megatron_rl.data.sample import Message, Sample
@@ -92,20 +94,21 @@ class Patience:
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """A turn of the policy as OpenAI's message, and what it took."""
+    """A turn of the policy as OpenAI's message, and as the tokens that it was asked with and drawn as."""
 
     turn: int
     message: Message
     finish_reason: str  # stop | length | tool_calls
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None  # of each of `ids`; None: the engine does not say
 
 
 @dataclass
 class _Turn:
-    """The request that is under way. `question`: its messages and tools."""
+    """The request that is under way. `question`: its messages and tools, or its tokens."""
 
-    question: tuple[object, object]
+    question: object
     reads_calls: bool
     tokens: Sequence[int]  # before it
     reply: asyncio.Future[PolicyTurn]
@@ -133,8 +136,11 @@ class Session:
         self.is_closed = False
         self._tokenizer, self._patience, self._ask = tokenizer, patience, ask
         self._under_way: _Turn | None = None
-        self._last: tuple[tuple[object, object], PolicyTurn] | None = None
+        self._last: tuple[object, PolicyTurn] | None = None
+        self.replied: dict[str, list[Message]] = {}  # replies that a request may name, and what was said up to each
         self._finish_reason, self._text = "stop", ""  # of the last turn
+        self._given: dict[str, float] | None = None
+        self._was_given = asyncio.Event()
 
     # ----------------------------------------------------------------------------------------------------- the agent's
     async def complete(
@@ -156,9 +162,25 @@ class Session:
         Raises:
             RefusedTurn: the conversation has ended, parts in two, or has reached a limit.
         """
+        question = (list(messages), None if tools is None else list(tools))
+        return await self._turn(question, lambda: self.ledger.request(*question), reads_calls, max_tokens, is_retry)
+
+    async def go_on(
+        self, tokens: Sequence[int], *, max_tokens: int | None = None, is_retry: bool = False
+    ) -> PolicyTurn:
+        """The policy's turn after these tokens: all that are recorded, and new ones behind. Its calls are text.
+
+        Raises:
+            RefusedTurn: as in `complete`.
+        """
+        question = list(tokens)
+        return await self._turn(question, lambda: self.ledger.request_tokens(question), False, max_tokens, is_retry)
+
+    async def _turn(
+        self, question: object, tokens: Callable[[], list[int]], reads_calls: bool, most: int | None, is_retry: bool
+    ) -> PolicyTurn:
         if self.is_closed:
             raise _ended()
-        question = (list(messages), None if tools is None else list(tools))
         if self._under_way is not None:
             if question != self._under_way.question:
                 raise RefusedTurn(
@@ -169,7 +191,7 @@ class Session:
             return await asyncio.shield(self._under_way.reply)
         if is_retry and self._last is not None and question == self._last[0]:
             return self._last[1]
-        request = self._request(question, max_tokens)
+        request = self._request(tokens, most)
         reply = asyncio.get_running_loop().create_future()
         reply.add_done_callback(_retrieve)  # its agent may be gone
         self._under_way = _Turn(question, reads_calls, request.tokens, reply)
@@ -177,11 +199,57 @@ class Session:
         self._ask(request)
         return await asyncio.shield(reply)
 
-    def _request(self, question: tuple[list[Message], list[Mapping[str, object]] | None], most: int | None) -> Request:
+    def up_to(self, reply: str | None) -> list[Message]:
+        """What was said up to a reply of this session, with it; nothing for None."""
+        if reply is not None and reply not in self.replied:
+            raise RefusedTurn(f"this session has no response {reply!r:.80}", "previous_response_not_found")
+        return [] if reply is None else self.replied[reply]
+
+    def count(self, messages: Sequence[Message], tools: Tools | None) -> int:
+        """The tokens of these messages as the chat template writes them, with the beginning of the policy's turn."""
+        try:
+            return self.ledger.count(messages, tools)
+        except ValueError as error:
+            raise RefusedTurn(str(error), "invalid_messages") from error
+
+    def give(self, verdict: object) -> None:
+        """What the conversation was worth, from a program. The same again is the same."""
+        if self.is_closed:
+            raise _ended()
+        try:
+            rewards = rewards_of(cast(Verdict, verdict))
+        except ValueError as error:
+            raise RefusedTurn(f"`reward` is {error}", "invalid_reward") from error
+        if self._given is not None and self._given != rewards:
+            raise RefusedTurn(f"this conversation has been given {self._given} already", "reward_given")
+        self._given = rewards
+        self._was_given.set()
+
+    async def given(self) -> dict[str, float]:
+        """What `give` was told, once it is told."""
+        await self._was_given.wait()
+        assert self._given is not None
+        return dict(self._given)
+
+    def verdict(self, returned: Verdict) -> dict[str, float]:
+        """The rewards, which the agent has returned or a program has given.
+
+        Raises:
+            InfrastructureFailed: it is neither a number nor a mapping of numbers, or there are two.
+        """
+        try:
+            rewards = rewards_of(returned)
+        except ValueError as error:
+            raise InfrastructureFailed(f"the agent returned {error}") from error
+        if returned is not None and self._given not in (None, rewards):
+            raise InfrastructureFailed(f"the agent returned {rewards}, and a program gave {self._given}")
+        return rewards if returned is not None or self._given is None else self._given
+
+    def _request(self, asked: Callable[[], list[int]], most: int | None) -> Request:
         """The next turn's. Within the limits, or RefusedTurn."""
         opening, turn = self.opening, self.ledger.turns
         try:
-            tokens = self.ledger.request(*question)
+            tokens = asked()
         except LedgerError as error:
             raise RefusedTurn(str(error), "forked") from error
         except ValueError as error:  # the template, or the tokenizer
@@ -225,7 +293,8 @@ class Session:
             self.failure = self.failure or ModelFailed(f"turn {number} has calls that cannot be read")
             turn.reply.set_exception(RefusedTurn(str(self.failure), "unreadable_call"))
             return
-        reply = PolicyTurn(number, read.message, read.finish_reason, len(turn.tokens), len(ids))
+        logprobs = None if completion.logprobs is None else list(map(float, completion.logprobs))
+        reply = PolicyTurn(number, read.message, read.finish_reason, turn.tokens, ids, logprobs)
         self._last = (turn.question, reply)
         turn.reply.set_result(reply)
 

@@ -202,12 +202,12 @@ SAID: list[str] = []
 def fussy() -> Any:
     """Asks for what is not supported, and then as it should."""
     asks: list[dict[str, Any]] = [
-        {"stream": True},
         {"n": 2},
         {"temperature": 0.5},
         {"top_p": 0.9},
         {"logprobs": True},
         {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "look"}}},
         {"stop": ["x"]},
         {"max_tokens": 0},
         {"messages": [{"role": "user", "content": "something else"}]},

@@ -238,7 +238,7 @@ def test_what_the_recipe_does_not_say_is_refused_by_name(talks: Talks) -> None:
     talking.SAID.clear()
     rollouts = talks("fussy", count=1, texts=TEXTS[:1])
     assert rollouts.held[0].agent_rewards == {"reward": 2.0}, "max_tokens shortens a turn"
-    names = ["stream", "n", "temperature", "top_p", "logprobs", "tool_choice", "stop", "max_tokens", "message"]
+    names = ["n", "temperature", "top_p", "logprobs", "tool_choice", "tool_choice", "stop", "max_tokens", "message"]
     for name, text in zip(names, talking.SAID, strict=True):
         assert name in text
     assert talking.SAID[-1].startswith("forked: ")

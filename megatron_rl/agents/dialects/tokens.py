@@ -1,0 +1,91 @@
+"""vLLM's route that takes and gives tokens (`/inference/v1/generate`), as the clients of vLLM and of `renderers` speak it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_rl.agents.dialects.asking import (
+    MODEL,
+    Asked,
+    Body,
+    Dialect,
+    Event,
+    Parameters,
+    flag,
+    limit_of,
+    openai_refusal,
+    usage_of,
+)
+from megatron_rl.agents.session import PolicyTurn, RefusedTurn
+from megatron_rl.rollout.sampling import Sampling
+
+_PARAMETERS = Parameters(
+    read=frozenset({"token_ids", "sampling_params", "return_token_ids"}),
+    ignored=frozenset({"request_id", "model", "cache_salt", "priority", "token_offsets"}),
+    fixed={"stream": (False,), "output_mode": ("tokens",), "stream_options": ({},)},
+    remedies={"stream": "tokens come whole"},
+)
+_SAMPLING = Parameters(
+    read=frozenset({"temperature", "top_p", "max_tokens"}),
+    # Three of texts, of which there are none here. Clients of `renderers` always name their family's stop tokens; a turn ends
+    # where the recipe's turns end.
+    ignored=frozenset({"skip_special_tokens", "spaces_between_special_tokens", "detokenize", "stop_token_ids"}),
+    fixed={
+        "n": (1,),
+        "logprobs": (0, 1),
+        "top_k": (-1, 0),
+        "min_p": (0,),
+        "min_tokens": (0,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "ignore_eos": (False,),
+        "stop": ([], ""),
+    },
+    remedies={"seed": "a turn's seed is the recipe's"},
+)
+
+
+def read(body: Body, sampling: Sampling) -> Asked:
+    """As `Dialect.read`."""
+    _PARAMETERS.check(body, sampling)
+    flag(body, "return_token_ids")
+    tokens, wanted = body.get("token_ids"), body.get("sampling_params") or {}
+    if not (isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)):
+        raise RefusedTurn("`token_ids` must be a list of integers", "invalid_messages")
+    if not isinstance(wanted, Mapping):
+        raise RefusedTurn("`sampling_params` must be an object", "invalid_parameter")
+    _SAMPLING.check(wanted, sampling, "sampling_params.")
+    return Asked(reads_calls=False, max_tokens=limit_of(wanted, "max_tokens"), tokens=tokens)
+
+
+def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
+    """As `Dialect.reply`."""
+    prompt, drawn = usage_of(turn)
+    logprobs = None
+    if (body.get("sampling_params") or {}).get("logprobs") is not None and turn.logprobs is not None:
+        # `token` is what earlier versions of vLLM wrote, and `renderers` reads.
+        content: list[dict[str, object]] = [
+            {"token_id": token, "token": f"token_id:{token}", "logprob": value, "rank": None, "top_logprobs": []}
+            for token, value in zip(turn.ids, turn.logprobs, strict=True)
+        ]
+        logprobs = {"content": content}
+    choice = {"index": 0, "finish_reason": turn.finish_reason, "stop_reason": None, "token_ids": turn.ids}
+    return {
+        "request_id": body.get("request_id") or name,
+        "created": 0,
+        "model": MODEL,
+        "choices": [{**choice, "logprobs": logprobs}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn},
+        "prompt_logprobs": None,
+        "prompt_token_ids": turn.prompt_ids if body.get("return_token_ids") else None,
+    }
+
+
+def events(body: Body, whole: dict[str, Any]) -> Iterable[Event]:
+    """As `Dialect.events`; `read` refuses streams."""
+    raise NotImplementedError("tokens come whole")
+
+
+DIALECT = Dialect(read, reply, events, openai_refusal)
