@@ -90,7 +90,7 @@ def arguments_of(function: Mapping[str, object]) -> object:
 
 
 def whole_characters(value: object) -> object:
-    """A value of JSON in whose texts no character is half: some clients cannot read these, which the policy's JSON may have."""
+    """A value of JSON in whose texts no character is half. The policy may write such, which some clients cannot read."""
     if isinstance(value, str):
         return _HALF.sub("\ufffd", value)
     if isinstance(value, Mapping):

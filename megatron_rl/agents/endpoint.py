@@ -72,23 +72,23 @@ def _key_of(request: Request) -> str:
 def _turn_in(dialect: Dialect) -> _Answer:
     async def answer(session: Session, request: Request) -> Response:
         body = await _body_of(request)
-        asked = dialect.read(body, session.opening.sampling)
+        turn_request = dialect.read(body, session.opening.sampling)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        said = [*session.up_to(asked.follows), *asked.messages]
-        if asked.tokens is not None:
-            turn = await session.go_on(asked.tokens, max_tokens=asked.max_tokens, is_retry=is_retry)
+        history = [*session.up_to(turn_request.follows), *turn_request.messages]
+        if turn_request.tokens is not None:
+            turn = await session.go_on(turn_request.tokens, max_tokens=turn_request.max_tokens, is_retry=is_retry)
         else:
             turn = await session.complete(
-                [*asked.instructions, *said],
-                asked.tools,
-                reads_calls=asked.reads_calls,
-                max_tokens=asked.max_tokens,
+                [*turn_request.instructions, *history],
+                turn_request.tools,
+                reads_calls=turn_request.reads_calls,
+                max_tokens=turn_request.max_tokens,
                 is_retry=is_retry,
             )
         reply = dialect.reply(body, turn, f"{session.opening.turn_seed(turn.turn):x}")
         if dialect.remembers:
-            session.replied[reply["id"]] = [*said, turn.message]
-        if not asked.stream:
+            session.replied[reply["id"]] = [*history, turn.message]
+        if not turn_request.stream:
             return _json(reply)
         return Response(_written(dialect.events(body, reply)), media_type="text/event-stream", headers=_STREAM)
 
@@ -120,12 +120,14 @@ def _encoded(value: object) -> bytes:
 async def _body_of(request: Request) -> dict[str, Any]:
     """A request's JSON, which is an object."""
     text = bytearray()
+    if int(request.headers.get("content-length", 0)) > _MOST_BYTES:
+        raise _too_large()
     try:
         async with asyncio.timeout(_SECONDS):
             async for part in request.stream():  # not all requests say how long they are
                 text += part
                 if len(text) > _MOST_BYTES:
-                    raise RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
+                    raise _too_large()
     except TimeoutError:
         raise RefusedTurn(f"the request was not whole after {_SECONDS:g} s", "request_timeout", 408) from None
     try:
@@ -135,6 +137,10 @@ async def _body_of(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RefusedTurn("the request must be an object", "invalid_json")
     return body
+
+
+def _too_large() -> RefusedTurn:
+    return RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
 
 
 async def _models(session: Session, request: Request) -> Response:

@@ -113,6 +113,7 @@ class Ledger:
     def count(self, messages: Sequence[Mapping[str, object]], tools: Tools) -> int:
         """Tokens of messages as the template writes them, whatever is recorded."""
         with errors_named("", as_error=LedgerError):
+            tools = self._tools if same_tools(tools, self._tools) else tools
             return len(self._renderer.first(read_messages(messages), tools))
 
     def record(

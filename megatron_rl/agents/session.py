@@ -14,12 +14,12 @@ from typing import cast
 
 import numpy as np
 
+from megatron_rl.agents.agent_rewards import rewards_of
 from megatron_rl.agents.failures import FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.ledger import Ledger, LedgerError
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply, turn_text
-from megatron_rl.agents.verdict import rewards_of
 from megatron_rl.config.schema import AgentConfig
 from megatron_rl.data.rollout import Rollout, Segment
 from megatron_rl.data.sample import Message, Sample
@@ -200,7 +200,7 @@ class Session:
         return await asyncio.shield(reply)
 
     def up_to(self, reply: str | None) -> list[Message]:
-        """What was said up to a reply of this session, with it; nothing for None."""
+        """The messages up to a reply of this session, with it; none for None."""
         if reply is not None and reply not in self.replied:
             raise RefusedTurn(f"this session has no response {reply!r:.80}", "previous_response_not_found")
         return [] if reply is None else self.replied[reply]
@@ -213,20 +213,20 @@ class Session:
             raise RefusedTurn(str(error), "invalid_messages") from error
 
     def give(self, verdict: object) -> None:
-        """What the conversation was worth, from a program. The same again is the same."""
+        """Takes a program's word for what the conversation was worth. The same again is the same."""
         if self.is_closed:
             raise _ended()
         try:
             rewards = rewards_of(cast(Verdict, verdict))
         except ValueError as error:
             raise RefusedTurn(f"`reward` is {error}", "invalid_reward") from error
-        if self._given is not None and self._given != rewards:
+        if self._given is not None and str(self._given) != str(rewards):  # NaN differs from NaN
             raise RefusedTurn(f"this conversation has been given {self._given} already", "reward_given")
         self._given = rewards
         self._was_given.set()
 
     async def given(self) -> dict[str, float]:
-        """What `give` was told, once it is told."""
+        """Waits for `give`, and returns its rewards."""
         await self._was_given.wait()
         assert self._given is not None
         return dict(self._given)
@@ -241,7 +241,7 @@ class Session:
             rewards = rewards_of(returned)
         except ValueError as error:
             raise InfrastructureFailed(f"the agent returned {error}") from error
-        if returned is not None and self._given not in (None, rewards):
+        if returned is not None and self._given is not None and str(self._given) != str(rewards):
             raise InfrastructureFailed(f"the agent returned {rewards}, and a program gave {self._given}")
         return rewards if returned is not None or self._given is None else self._given
 

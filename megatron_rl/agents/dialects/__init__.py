@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_rl.agents.dialects import anthropic_messages, chat_completions, responses, tokens
+from megatron_rl.agents.dialects import anthropic_messages, chat_completions, responses, token_generation
 from megatron_rl.agents.dialects.asking import MODEL, Asked, Dialect
 
 DIALECTS: dict[str, Dialect] = {
     "v1/chat/completions": chat_completions.DIALECT,
     "v1/responses": responses.DIALECT,
     "v1/messages": anthropic_messages.DIALECT,
-    "inference/v1/generate": tokens.DIALECT,
+    "inference/v1/generate": token_generation.DIALECT,
 }
 """By the path behind a session's address."""
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 from megatron_rl.agents.chat_messages import arguments_of, whole_characters
 from megatron_rl.agents.dialects.asking import (
     MODEL,
+    AcceptedParameters,
     Asked,
     Body,
     Dialect,
     Event,
-    Parameters,
     flag,
     forced,
     limit_of,
@@ -26,7 +26,7 @@ from megatron_rl.data.sample import Message
 from megatron_rl.rollout.sampling import Sampling
 
 _INVALID = "invalid_messages"
-_PARAMETERS = Parameters(
+_PARAMETERS = AcceptedParameters(
     read=frozenset(
         {"messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "stream", "thinking"}
     ),
@@ -125,7 +125,7 @@ def _tool_of(tool: Mapping[str, Any]) -> dict[str, object]:
     """A tool in the form of chats."""
     if tool.get("type") not in (None, "custom") or not isinstance(tool.get("input_schema"), Mapping):
         raise unsupported(f"`tools` has one of type {tool.get('type')!r:.80}; tools with an input_schema are supported")
-    function = {key: tool.get(key) for key in ("name", "description", "strict")}
+    function = {key: tool[key] for key in ("name", "description", "strict") if key in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
@@ -156,18 +156,18 @@ def _blocks_of(message: Message) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
 
 
-def events(body: Body, whole: dict[str, Any]) -> Iterator[Event]:
+def events(body: Body, response: dict[str, Any]) -> Iterator[Event]:
     """As `Dialect.events`: named; each block started, filled and stopped."""
-    usage = whole["usage"]
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    usage = response["usage"]
+    begun = {**response, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
     yield _named({"type": "message_start", "message": begun})
-    for index, block in enumerate(whole["content"]):
+    for index, block in enumerate(response["content"]):
         empty, deltas = _filled(block)
         yield _named({"type": "content_block_start", "index": index, "content_block": empty})
         for delta in deltas:
             yield _named({"type": "content_block_delta", "index": index, "delta": delta})
         yield _named({"type": "content_block_stop", "index": index})
-    ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ending = {"stop_reason": response["stop_reason"], "stop_sequence": None}
     yield _named({"type": "message_delta", "delta": ending, "usage": {"output_tokens": usage["output_tokens"]}})
     yield _named({"type": "message_stop"})
 

@@ -1,5 +1,5 @@
-"""What every dialect has: a request's parameters, each read, ignored because it says nothing of the answer, or refused by
-name."""
+"""The parts that every dialect is made of: a request's parameters are each read, ignored because it says nothing of the
+answer, or refused by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Parameters:
+class AcceptedParameters:
     """A dialect's parameters.
 
     Attributes:
@@ -101,15 +101,15 @@ def unsupported(text: str) -> RefusedTurn:
 
 def limit_of(body: Body, *names: str) -> int | None:
     """The first limit on a turn's tokens that is given; all that are must be positive."""
-    given = []
+    limits = []
     for name in names:
         limit = body.get(name)
         if limit is None:
             continue
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise RefusedTurn(f"`{name}` is {limit!r:.80}, must be a positive integer", "invalid_parameter")
-        given.append(limit)
-    return given[0] if given else None
+        limits.append(limit)
+    return limits[0] if limits else None
 
 
 def flag(body: Body, name: str) -> bool:
@@ -128,7 +128,7 @@ def mappings(value: object, name: str, of: str = "objects") -> Sequence[Mapping[
 
 
 def forced(choice: object) -> RefusedTurn:
-    """Of a tool choice that would have the engine draw from another distribution than the one that is trained."""
+    """The refusal of a tool choice that would have the engine draw from another distribution than the one that is trained."""
     return unsupported(
         f"`tool_choice` is {choice!r:.80}; `auto` and `none` are supported: a call that is forced is not drawn from the "
         "policy that is trained"

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron_rl.agents.dialects.asking import (
     MODEL,
+    AcceptedParameters,
     Asked,
     Body,
     Dialect,
     Event,
-    Parameters,
     flag,
     forced,
     limit_of,
@@ -23,7 +23,7 @@ from megatron_rl.agents.dialects.asking import (
 from megatron_rl.agents.session import PolicyTurn, RefusedTurn
 from megatron_rl.rollout.sampling import Sampling
 
-_PARAMETERS = Parameters(
+_PARAMETERS = AcceptedParameters(
     read=frozenset(
         {"messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stream"}
         | {"stream_options", "logprobs", "return_token_ids", "return_tokens_as_token_ids"}
@@ -88,17 +88,17 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
     return completion | {"usage": {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}}
 
 
-def events(body: Body, whole: dict[str, Any]) -> Iterator[Event]:
+def events(body: Body, completion: dict[str, Any]) -> Iterator[Event]:
     """As `Dialect.events`: chunks without names, the last of which is `[DONE]`."""
     with_usage = (body.get("stream_options") or {}).get("include_usage")
-    [choice] = whole["choices"]
+    [choice] = completion["choices"]
     message, role = choice["message"], choice["message"]["role"]
     usage = {"usage": None} if with_usage else {}
-    prompt_ids = {key: whole[key] for key in ("prompt_token_ids",) if key in whole}
+    prompt_ids = {key: completion[key] for key in ("prompt_token_ids",) if key in completion}
 
     def chunk(delta: dict[str, Any], **more: object) -> Event:
         piece = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        shared = {key: whole[key] for key in ("id", "created", "model")}
+        shared = {key: completion[key] for key in ("id", "created", "model")}
         return None, {**shared, "object": "chat.completion.chunk", "choices": [piece], **usage}
 
     name, first = chunk({"role": role, "content": ""})
@@ -112,7 +112,7 @@ def events(body: Body, whole: dict[str, Any]) -> Iterator[Event]:
     more = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
     yield chunk({}, finish_reason=choice["finish_reason"], **more)
     if with_usage:
-        shared = {key: whole[key] for key in ("id", "created", "model", "usage")}
+        shared = {key: completion[key] for key in ("id", "created", "model", "usage")}
         yield None, {**shared, "object": "chat.completion.chunk", "choices": []}
     yield None, "[DONE]"
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from megatron_rl.agents.dialects.asking import (
     MODEL,
+    AcceptedParameters,
     Asked,
     Body,
     Dialect,
     Event,
-    Parameters,
     flag,
     forced,
     limit_of,
@@ -25,7 +25,7 @@ from megatron_rl.data.sample import Message
 from megatron_rl.rollout.sampling import Sampling
 
 _ENCRYPTED = "reasoning.encrypted_content"
-_PARAMETERS = Parameters(
+_PARAMETERS = AcceptedParameters(
     read=frozenset(
         {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "stream"}
         | {"previous_response_id", "include"}
@@ -188,17 +188,17 @@ def _items_of(message: Message, name: str, status: str) -> Iterator[dict[str, An
         yield {**named, **function, "status": status}
 
 
-def events(body: Body, whole: dict[str, Any]) -> Iterator[Event]:
+def events(body: Body, response: dict[str, Any]) -> Iterator[Event]:
     """As `Dialect.events`: named, numbered, each item added, filled and done."""
-    for number, event in enumerate(_unnumbered(whole)):
+    for number, event in enumerate(_unnumbered(response)):
         yield event["type"], {**event, "sequence_number": number}
 
 
-def _unnumbered(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+def _unnumbered(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
-    for position, item in enumerate(whole["output"]):
+    for position, item in enumerate(response["output"]):
         at = {"output_index": position}
         empty = "arguments" if item["type"] == "function_call" else "content"
         added = {**item, "status": "in_progress", empty: "" if empty == "arguments" else []}
@@ -218,7 +218,7 @@ def _unnumbered(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": f"response.{kind}.done", **at, "text": part["text"], **logprobs}
             yield {"type": "response.content_part.done", **at, "part": part}
         yield {"type": "response.output_item.done", "output_index": position, "item": item}
-    yield {"type": f"response.{whole['status']}", "response": whole}
+    yield {"type": f"response.{response['status']}", "response": response}
 
 
 DIALECT = Dialect(read, reply, events, openai_refusal, remembers=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron_rl.agents.dialects.asking import (
     MODEL,
+    AcceptedParameters,
     Asked,
     Body,
     Dialect,
     Event,
-    Parameters,
     flag,
     limit_of,
     openai_refusal,
@@ -20,13 +20,13 @@ from megatron_rl.agents.dialects.asking import (
 from megatron_rl.agents.session import PolicyTurn, RefusedTurn
 from megatron_rl.rollout.sampling import Sampling
 
-_PARAMETERS = Parameters(
+_PARAMETERS = AcceptedParameters(
     read=frozenset({"token_ids", "sampling_params", "return_token_ids"}),
     ignored=frozenset({"request_id", "model", "cache_salt", "priority", "token_offsets"}),
     fixed={"stream": (False,), "output_mode": ("tokens",), "stream_options": ({},)},
-    remedies={"stream": "tokens come whole"},
+    remedies={"stream": "tokens come response"},
 )
-_SAMPLING = Parameters(
+_SAMPLING = AcceptedParameters(
     read=frozenset({"temperature", "top_p", "max_tokens"}),
     # Three of texts, of which there are none here. Clients of `renderers` always name their family's stop tokens; a turn ends
     # where the recipe's turns end.
@@ -51,13 +51,13 @@ def read(body: Body, sampling: Sampling) -> Asked:
     """As `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
     flag(body, "return_token_ids")
-    tokens, wanted = body.get("token_ids"), body.get("sampling_params") or {}
+    tokens, sampling_params = body.get("token_ids"), body.get("sampling_params") or {}
     if not (isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)):
         raise RefusedTurn("`token_ids` must be a list of integers", "invalid_messages")
-    if not isinstance(wanted, Mapping):
+    if not isinstance(sampling_params, Mapping):
         raise RefusedTurn("`sampling_params` must be an object", "invalid_parameter")
-    _SAMPLING.check(wanted, sampling, "sampling_params.")
-    return Asked(reads_calls=False, max_tokens=limit_of(wanted, "max_tokens"), tokens=tokens)
+    _SAMPLING.check(sampling_params, sampling, "sampling_params.")
+    return Asked(reads_calls=False, max_tokens=limit_of(sampling_params, "max_tokens"), tokens=tokens)
 
 
 def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
     }
 
 
-def events(body: Body, whole: dict[str, Any]) -> Iterable[Event]:
+def events(body: Body, response: dict[str, Any]) -> Iterable[Event]:
     """As `Dialect.events`; `read` refuses streams."""
-    raise NotImplementedError("tokens come whole")
+    raise NotImplementedError("tokens come response")
 
 
 DIALECT = Dialect(read, reply, events, openai_refusal)

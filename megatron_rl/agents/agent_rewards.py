@@ -1,4 +1,4 @@
-"""What an agent says that a conversation was worth."""
+"""The rewards that an agent gives a conversation."""
 
 from __future__ import annotations
 
