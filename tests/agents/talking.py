@@ -249,12 +249,14 @@ def nosy() -> Any:
     return run
 
 
-def program(script: str) -> Any:
-    """An agent that is a program of its own: it is told an address, a key and a question."""
+def program(script: str, dialects: tuple[str, ...] = ()) -> Any:
+    """An agent that is a program of its own: it is told an address, a key and a question. `dialects`: the one that it speaks
+    is by the task's answer; it posts its reward then."""
 
-    async def run(model: Any, task: Any) -> float:
+    async def run(model: Any, task: Any) -> float | None:
+        more = [dialects[int(task["answer"])]] if dialects else []
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, script, task.base_url, task.api_key, str(task["prompt"][0]["content"])),
+            *(sys.executable, script, task.base_url, task.api_key, str(task["prompt"][0]["content"]), *more),
             stdout=asyncio.subprocess.PIPE,
             env={"PATH": os.environ["PATH"]},
         )
@@ -265,6 +267,6 @@ def program(script: str) -> Any:
                 process.kill()
         if process.returncode:
             raise RuntimeError(f"{script} ended with code {process.returncode}")
-        return float(out)
+        return None if more else float(out)
 
     return run

@@ -86,7 +86,9 @@ def test_slow_clients_are_let_go(served: Served, monkeypatch: pytest.MonkeyPatch
     headers.sendall(whole[:40])
     body.sendall(whole[:-5])
     after.sendall(b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n")
-    assert after.recv(65536).startswith(b"HTTP/1.1 404")
+    answer = b""
+    while not answer.endswith(b"Not Found"):
+        answer += after.recv(65536)
     after.sendall(whole[:40])
     began = time.monotonic()
     assert received(silent) == received(headers) == b""

@@ -30,21 +30,22 @@ def agent(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def recipe(folder: Path) -> Path:
-    """Prompts of four tasks: an agent in the process, a program, an environment with steps, and none."""
+    """Prompts of four tasks: an agent in the process, programs that speak responses and messages, steps, and none."""
     create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
     create_model(folder / "model", create, 3)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
     tasks: dict[str, Any] = {}
     for name, texts in (
         ("talk", ["what is 1+1?", "who are you?"]),
-        ("outside", ["say something."]),
+        ("outside", ["say something.", "say more."]),
         ("single", ["b?", "a?"]),
     ):
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        rows = [{"prompt": text, "answer": f"{number}"} for number, text in enumerate(texts)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
-    tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT})
+    tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT, "dialects": ["responses", "claude"]})
     walk = {
         "environment": f"{walking.__file__}:Walk",
         "python": sys.executable,
@@ -117,7 +118,7 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
             assert len(record["logprobs"]) == sum(record["mask"])
             assert np.abs(np.array(record["logprobs"]) - record["by_actor"]).max() < 2e-4
     turns = [record["turns"] for record in of_two_ranks.drawn.values() if not walked(record)]
-    assert turns.count(3) == 3 * GROUP
+    assert turns.count(3) == 4 * GROUP
     assert turns.count(1) == 2 * GROUP
 
 
