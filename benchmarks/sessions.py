@@ -1,9 +1,9 @@
 """What the endpoint of agents costs: many conversations at once with an engine that draws nothing and takes its time.
 
-`python -m benchmarks.sessions` holds 1,000 conversations of four turns at once and prints a line of JSON: the milliseconds that a
-turn takes beside the engine's (median, 99th percentile), the CPU time per turn, and the memory per conversation. `--http`: the
-agents are clients in another process, which shares the cores. Every turn has `--reply` tokens, and the engine takes `--seconds`
-for it, of which each conversation begins at a moment of its own.
+`python -m benchmarks.sessions` holds 1,000 conversations of four turns at once and prints a line of JSON: the milliseconds
+that a turn takes beside the engine's (median, 99th percentile), the CPU time per turn, and the memory per conversation.
+`--http`: the agents are clients in another process, which shares the cores. Every turn has `--reply` tokens, and the engine
+takes `--seconds` for it; the conversations begin one after the other within as long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from megatron_rl.tasks.loading import load_task
 from megatron_rl.weights.create import write_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :.,?!+=\n"
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}<eos>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 EOS, LETTER = 1, 2
 PASS = 0.005  # seconds of a pass of the engine
 
@@ -180,7 +183,7 @@ def hold(args: argparse.Namespace) -> dict[str, float]:
     conversations.close()
     assert len(turns) == len(engine.spent) == args.sessions * args.turns
     assert not rollouts.lost.any()
-    # The order of the two is not the same, and their sums and quantiles need none: the engine's time is constant up to a pass.
+    # The engine's time is the same for all turns, up to a pass and what else the machine has to do.
     added = np.sort([answered - asked for asked, answered in turns]) - np.median(engine.spent)
     median, tail = np.quantile(added, [0.5, 0.99]) * 1000
     spent = used.user + used.system - cpu.user - cpu.system
