@@ -158,7 +158,7 @@ def hold(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), CreateModelConfig(characters=CHARACTERS, vocab_size=64))
         (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         params = {"turns": args.turns, "seconds": args.seconds, "follow_up": args.follow_up}
         name = f"benchmarks.sessions:{'outsider' if args.http else 'talker'}"
         agent = AgentConfig(name, params=params, max_turns=args.turns, seconds=1e5)

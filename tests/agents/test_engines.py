@@ -45,14 +45,9 @@ def recipe(folder: Path) -> Path:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
-    tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT, "dialects": ["responses", "claude"]})
-    walk = {
-        "environment": f"{walking.__file__}:Walk",
-        "python": sys.executable,
-        "environment_params": {"latency": 0.01},
-    }
-    tasks["walk"] = {"source": "gymnasium", "params": walk, "size": 1, "chat": True}
-    tasks["walk"]["agent"] = {**agent(""), "name": "gymnasium", "params": walk}
+    tasks["outside"]["agent"] = agent(
+        "program", params={"script": SCRIPT, "dialects": ["responses", "claude"]}, seconds=280.0
+    )
     held_out = {**tasks["talk"], "path": str(folder / "held_out.jsonl")}
     (folder / "held_out.jsonl").write_text('{"prompt": "how are you?"}\n')
     recipe = {
