@@ -251,10 +251,10 @@ def nosy() -> Any:
 
 def program(script: str, dialects: tuple[str, ...] = ()) -> Any:
     """An agent that is a program of its own: it is told an address, a key and a question. `dialects`: the one that it speaks
-    is by the task's answer; it posts its reward then."""
+    is by the rollout's seed; it posts its reward then."""
 
     async def run(model: Any, task: Any) -> float | None:
-        more = [dialects[int(task["answer"])]] if dialects else []
+        more = [dialects[task["seed"] % len(dialects)]] if dialects else []
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, script, task.base_url, task.api_key, str(task["prompt"][0]["content"]), *more),
             stdout=asyncio.subprocess.PIPE,

@@ -37,17 +37,21 @@ def recipe(folder: Path) -> Path:
     tasks: dict[str, Any] = {}
     for name, texts in (
         ("talk", ["what is 1+1?", "who are you?"]),
-        ("outside", ["say something.", "say more."]),
+        ("outside", ["say something."]),
         ("single", ["b?", "a?"]),
     ):
         path = folder / f"{name}.jsonl"
-        rows = [{"prompt": text, "answer": f"{number}"} for number, text in enumerate(texts)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
-    tasks["outside"]["agent"] = agent(
-        "program", params={"script": SCRIPT, "dialects": ["responses", "claude"]}, seconds=280.0
-    )
+    tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT, "dialects": ["responses", "claude"]})
+    walk = {
+        "environment": f"{walking.__file__}:Walk",
+        "python": sys.executable,
+        "environment_params": {"latency": 0.01},
+    }
+    tasks["walk"] = {"source": "gymnasium", "params": walk, "size": 1, "chat": True}
+    tasks["walk"]["agent"] = {**agent(""), "name": "gymnasium", "params": walk}
     held_out = {**tasks["talk"], "path": str(folder / "held_out.jsonl")}
     (folder / "held_out.jsonl").write_text('{"prompt": "how are you?"}\n')
     recipe = {
@@ -113,7 +117,7 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
             assert len(record["logprobs"]) == sum(record["mask"])
             assert np.abs(np.array(record["logprobs"]) - record["by_actor"]).max() < 2e-4
     turns = [record["turns"] for record in of_two_ranks.drawn.values() if not walked(record)]
-    assert turns.count(3) == 4 * GROUP
+    assert turns.count(3) == 3 * GROUP
     assert turns.count(1) == 2 * GROUP
 
 
