@@ -182,7 +182,7 @@ fuzz: setup
 lint: setup
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
-	@$(BIN)/mypy $(filter-out tests,$(CODE))
+	@$(BIN)/mypy --num-workers 2 $(filter-out tests,$(CODE))
 
 check-docs: setup
 	@$(BIN)/python tools/check_docs.py $(ARGS)
