@@ -1,7 +1,7 @@
 """Whole runs of many models from one process that has imported torch, Megatron-Core and vLLM: every rank is a fork of it.
 
 Started with a folder that holds `lanes.json` and a folder per model with its `recipe.yaml`. Each model is trained, continued
-from its first checkpoint, and its export evaluated (of some also the last checkpoint), each time by what a rank runs,
+from its first checkpoint, and of most the export evaluated (of some also the last checkpoint), each time by what a rank runs,
 `trainer.main.main`. Models of one rank go through two lanes at once; those of two ranks follow one by one. What a rank prints
 is in `<model>/<part>.log`.
 """
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 LAST = "step_2"
 CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last checkpoint is evaluated too
+# Models whose export is not: what one rank exports of the same family is, and at every sync vLLM's loaders in this layout get
+# the tensors that an export writes (`compare_syncs`).
+SAME_EXPORT = (
+    *("qwen2-tied-PP-2", "qwen3_moe-EP-2", "qwen2_5_vl-TP-2-lora", "qwen2_5_vl-tied-PP-2-frozen"),
+    *("qwen3_vl-tied-TP-2-lora", "deepseek_v3-TP-2-EP-2"),
+)
 # Architecture -> its module in vLLM.
 REGISTERED = {
     "Qwen2ForCausalLM": "qwen2",
@@ -80,7 +86,7 @@ def model(folder: Path, world: int) -> None:
     shutil.copytree(run, folder / "straight")
     shutil.rmtree(run / "checkpoints" / LAST)
     shutil.rmtree(run / "export")
-    if command(folder, "resumed", world, "train"):
+    if command(folder, "resumed", world, "train") and folder.name not in SAME_EXPORT:
         export = (f"run_dir={folder / 'export'}", f"model.path={run / 'export'}")
         command(folder, "export", world, "evaluate", *export)
         if folder.name in CHECKPOINTS:
