@@ -1,5 +1,6 @@
 """How the properties are searched, what no test may leave to the next one (a process group), and what each folder took."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -39,6 +40,22 @@ class _ByFolder(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return _ByFolder(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Of the whole suite: nothing that is imported is garbage, and it need not be searched by any test's collection."""
+    if not hasattr(session.config, "workerinput"):
+        return (yield)
+    from megatron_rl.seams import torch_compile
+
+    gc.disable()
+    torch_compile.leave_out()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable
 
@@ -9,22 +10,14 @@ import torch.multiprocessing as mp
 
 from megatron_rl.seams import torch_dist
 
-IMPORTED = (
-    "megatron_rl.actor.actor",
-    "megatron_rl.checkpoint.store",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.dist_checkpointing",
-    "transformers",
-)
-
 
 def start(function: Callable[..., None], world: int, *arguments: object) -> None:
     """Runs `function(rank, *arguments)` in `world` processes; raises what one raised."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     mp.start_processes(_rank, (function, *arguments), nprocs=world, start_method="forkserver")
 
 
 def _rank(rank: int, function: Callable[..., None], *arguments: object) -> None:
+    assert gc.get_freeze_count() > 100_000, "tests.preloaded was not imported, of which `multiprocessing` says nothing"
     torch_dist.share_device()
     function(rank, *arguments)

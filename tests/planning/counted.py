@@ -36,6 +36,9 @@ def no_card(*args: Any, **options: Any) -> None:
 def main() -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
+    from tests.imports import import_all
+
+    import_all()
     import torch
     from megatron.core.transformer.moe import moe_utils
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import multiprocessing
 import subprocess
 import sys
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-from tests import ranks
 from tests.actor.processes import free_port, run_rank
+from tests.imports import import_all
 
 
 def spawn(function: Callable[..., None], world: int, *arguments: object) -> None:
@@ -41,9 +39,7 @@ def main() -> None:
     from tests.te.standin.install import install
 
     install()
-    for name in ranks.IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()
+    import_all()
     requests = Connection(int(sys.argv[1]))
     while True:
         try:
