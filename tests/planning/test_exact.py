@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from megatron_rl.planning.components import GIB, Part
 from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make_plan
 from tests.actor.processes import spawn
 from tests.models.mixed import FAMILY, LAYERS
-from tests.recipes.test_recipes import nodes, runnable
+from tests.recipes.test_recipes import loaded, nodes, runnable
 
 from .built import hold
 from .test_planner import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
@@ -196,11 +197,12 @@ def test_a_checkpoint_copies_what_is_planned(built: dict[str, list[Any]]) -> Non
         assert copied == pytest.approx(checkpoint_bytes(config, parameters, WORLD, width), rel=0.02), case["overrides"]
 
 
+@functools.cache
 def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
     """Recipe, GPUs and the model's config.json of every recipe that names GPUs, one of each layout."""
     found: dict[str, tuple[str, int, dict[str, Any]]] = {}
     for name in runnable():
-        config = load_recipe(RECIPES / name)
+        config = loaded(name)
         if config.model.path is None:
             continue
         model = published_config(Path(config.model.path).name)
@@ -274,7 +276,7 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[st
     """State within 2 %, passes within 10 %."""
     for (name, world, model), ranks in zip(of_recipes(), counted["recipes"], strict=True):
         assert not isinstance(ranks, str), f"{name}: {ranks}"
-        sizes = parts(load_recipe(RECIPES / name), model, world)
+        sizes = parts(loaded(name), model, world)
         fullest = max(ranks, key=lambda rank: rank["parameters"])
         assert fullest["parameter_bytes"] == sizes[Part.WEIGHTS], name
         assert fullest["fp8_bytes"] == sizes.get(Part.FP8_COPIES, 0), name

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
-from tests.recipes.test_recipes import RECIPES, nodes, runnable
+from tests.recipes.test_recipes import loaded, nodes, runnable
 from tests.te.processes import spawn
 from tests.te.recipes import build_configurations, build_stages, build_with_deepep
 
@@ -24,7 +23,7 @@ Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # recipe, GPUs, its `act
 def _cases() -> list[Case]:
     cases = list[Case]()
     for name in runnable():
-        config = load_recipe(RECIPES / name)
+        config = loaded(name)
         if config.model.path is None:
             continue
         model = published_config(Path(config.model.path).name)
