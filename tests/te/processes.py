@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import multiprocessing
 import subprocess
 import sys
@@ -12,8 +14,8 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+from tests import imports
 from tests.actor.processes import free_port, run_rank
-from tests.imports import import_all
 
 
 def spawn(function: Callable[..., None], world: int, *arguments: object) -> None:
@@ -39,7 +41,9 @@ def main() -> None:
     from tests.te.standin.install import install
 
     install()
-    import_all()
+    for name in imports.IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
     requests = Connection(int(sys.argv[1]))
     while True:
         try:
