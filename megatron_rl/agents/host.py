@@ -44,6 +44,7 @@ class Conversations:
         }
         self._renderers: dict[str, Renderer] = {}
         self._open: dict[Name, Conversation] = {}
+        self._read = Counter[str]()
         self._leader: AgentLeader | None = None
         if group.is_leader:
             from megatron_rl.agents.leader import AgentLeader  # with openai's client, which other ranks do without
@@ -73,6 +74,8 @@ class Conversations:
             self._leader.start(opening, self._renderers[key])
 
     def answer(self, completion: Completion) -> None:
+        self._read["tokens"] += len(completion.request.tokens)
+        self._read["cached"] += completion.cached_tokens
         if self._leader is not None:
             self._leader.answer(completion)
 
@@ -111,6 +114,12 @@ class Conversations:
     def take_lost(self) -> Counter[str]:
         """Why conversations of this engine were lost since the last call; on its first rank."""
         return Counter() if self._leader is None else self._leader.take_lost()
+
+    def take_read(self) -> Counter[str]:
+        """Returns how many `tokens` requests had that ended since the last call, and of how many the engine still had keys
+        and values, `cached`; on its first rank."""
+        read, self._read = self._read, Counter[str]()
+        return read if self._group.is_leader else Counter()
 
     def close(self) -> None:
         if self._leader is not None:

@@ -43,6 +43,7 @@ class Completion:
     # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
     token_scores: np.ndarray
     experts: np.ndarray | None = None  # see `Rollout.experts`
+    cached_tokens: int = 0  # of the request's, those whose keys and values the engine still had
 
 
 @dataclass(frozen=True)

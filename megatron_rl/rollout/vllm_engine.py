@@ -41,7 +41,9 @@ from megatron_rl.weights.stacked import one_by_one
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-_CPU_BLOCK = 128  # tokens of vLLM's cache on a CPU; prompts share whole blocks, so shorter ones only pay for the search
+# Tokens of a block of vLLM's cache on a CPU. Whole blocks are shared, so shorter prompts only pay for the search.
+_CPU_BLOCK = 128
+_CONVERSATION_BLOCK = 32  # the shortest that its attention on a CPU reads: turns are short
 
 
 class VllmEngine:
@@ -213,17 +215,19 @@ def llm_options(
         "max_num_batched_tokens": max(8192, length),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
-        # With routing replay the cache's blocks keep the experts.
-        # Where conversations share a CPU's engine, what is left in the cache depends on who asked first, and keys and values
-        # of a turn that was drawn token by token need not be those of one that is read at once, bit for bit.
+        # With routing replay the cache's blocks keep the experts. Turns of a conversation find the earlier ones: what is left
+        # in the cache depends on who asked first, and what is drawn does not, for on a CPU keys and values have the same bits
+        # whether tokens were drawn one by one or are read at once, in whatever batch (tests/agents/inside.py).
         # Of gated-delta layers' states vLLM 0.32 keeps what the end of a block needs only where it is asked to align them.
         "enable_prefix_caching": not isinstance(model.attention, GatedDelta)
-        and (device.has_gpu() or replayed or (rollout.max_prompt_tokens > _CPU_BLOCK and not conversing)),
+        and (device.has_gpu() or replayed or conversing or rollout.max_prompt_tokens > _CPU_BLOCK),
         "disable_log_stats": True,
         "enable_return_routed_experts": replayed,
         "seed": config.seed,
     }
     options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout, model)
+    if conversing and options["enable_prefix_caching"] and not device.has_gpu():
+        options |= {} if isinstance(model.attention, MultiLatent) else {"block_size": _CONVERSATION_BLOCK}
     if config.model.rope_scaling is not None:
         rope = {**config.model.rope_scaling.fields(), "rope_theta": model.description.rope.theta}
         longer = {"rope_parameters": rope, "max_position_embeddings": model.description.max_positions}
@@ -320,5 +324,12 @@ def _completion(request: Request, output: RequestOutput, version: int, of_expert
         # Nothing was computed of the last token, and nothing reads what the actor computes of it.
         experts = np.concatenate([experts, experts[-1:]])
     return Completion(
-        request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, token_scores, experts
+        request,
+        drawn.token_ids,
+        drawn.logprobs.logprobs,
+        str(drawn.finish_reason),
+        version,
+        token_scores,
+        experts,
+        output.num_cached_tokens or 0,
     )

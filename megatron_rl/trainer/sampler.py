@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Sampler:
         self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
         self._engine: Engine | None = None  # until `use`
         self._conversations: Conversations | None = None  # until a prompt has an agent
+        self._read = Counter[str]()  # see `Conversations.take_read`; of all engines, in the current step
 
     # ------------------------------------------------------------------------------------------------------ the engine
     def use(self, engine: Engine) -> None:
@@ -117,6 +119,7 @@ class Sampler:
         """
         config = self.config
         self.scorer.begin_step(step)
+        self._read.clear()
         needed, group_size = config.trainer.prompts_per_step, config.rollout.group_size
         sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
         accepted: Rollouts | None = None
@@ -128,6 +131,8 @@ class Sampler:
             position += needed
             drawn = self._scored_rollouts(samples, group_size, sampling, step, by_token=True)
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
+            if self._read:
+                self._counters["conversation/prefix_hit_share"] = self._read["cached"] / self._read["tokens"]
             if not rounds:
                 return drawn, position
             signal = groups_with_variance(self.reward_table(drawn), config.algorithm.zero_variance_rewards).tolist()
@@ -198,7 +203,9 @@ class Sampler:
             None if conversations is None else conversations.poll,
         )
         if conversations is not None:
-            self._report.lost_conversations(self.grid.all_gather(conversations.take_lost()))
+            parts = self.grid.all_gather((conversations.take_lost(), conversations.take_read()))
+            self._report.lost_conversations([lost for lost, _ in parts])
+            self._read += sum((read for _, read in parts), Counter[str]())
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         decode(self.tokenizer, [*rollouts.held.values()])

@@ -15,9 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # ranks are scripts
 
 
 def main(run_dir: Path) -> None:
+    import numpy as np
     import torch
 
     from megatron_rl.config import load_recipe
+    from megatron_rl.rollout.engine import Request, drain
+    from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.runtime import distributed
     from megatron_rl.trainer.evaluate import evaluate
     from megatron_rl.trainer.loop import step
@@ -38,6 +41,7 @@ def main(run_dir: Path) -> None:
     run.learner.start()
     run.start_engine()
     rollouts, _ = run.sampler.sample(1, 0)
+    found = run.sampler.take_counters()["conversation/prefix_hit_share"]
     share = {row: rollouts.held[row] for row in rollouts.held if grid.engine.is_leader}
     everything = {
         row: tokens
@@ -54,10 +58,27 @@ def main(run_dir: Path) -> None:
     if grid.engine.is_leader:
         record = [of(row, rollout, scores[row], rollouts) for row, rollout in sorted(share.items())]
         (run_dir / f"drawn_{grid.engine.index}.json").write_text(json.dumps(record))
-    for talking.HURRY in (11, 12, 13):  # other latencies, the same bits
+    for talking.HURRY in (11, 12, 13):  # other latencies, and all prompts in the cache: the same bits
         again, _ = run.sampler.sample(1, 0)
         assert by_row(again) == by_row(rollouts)
+    warm = run.sampler.take_counters()["conversation/prefix_hit_share"]
     step(run)
+    # What was said before the step, drawn on from after it.
+    greedy = Sampling(0.0, 1.0, max_tokens=1)
+    engine = run.sampler.engine
+    engine.submit([Request(("", row), held.tokens.tolist(), greedy) for row, held in sorted(rollouts.held.items())])
+    drawn = {c.request.name[1]: (c.ids[0], c.logprobs[0]) for c in drain(engine)}
+    drawn = {row: one for part in grid.all_gather(drawn) for row, one in part.items()}
+    rows = sorted(everything)
+    after = run.learner.score([[*everything[row], drawn[row][0]] for row in rows]).log_probs
+    if grid.rank == 0:
+        record = {
+            "found": found,
+            "warm": warm,
+            "moved": max(np.abs(after[i][:-1] - scores[row]).max() for i, row in enumerate(rows)),
+            "stale": max(abs(after[i][-1] - drawn[row][1]) for i, row in enumerate(rows)),
+        }
+        (run_dir / "prefixes.json").write_text(json.dumps({key: float(value) for key, value in record.items()}))
     run.report.log(2, evaluate(run.sampler, run.report, 2))
     run.close()
     distributed.shutdown()

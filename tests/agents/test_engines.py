@@ -22,6 +22,7 @@ from tests.agents import inside, talking, walking
 from tests.warm import run_ranks
 
 GROUP = 2
+BLOCK = 32  # tokens of vLLM's cache
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -72,7 +73,7 @@ def recipe(folder: Path) -> Path:
             "cpu_cache_gib": 0.1,
             "max_concurrent": 4,
         },
-        "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256},
+        "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 0.01}},
         "trainer": {"steps": 1, "prompts_per_step": 6},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
@@ -96,6 +97,7 @@ class Ran:
         assert outcome.code == 0, outcome.message
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
+        self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
         self.samples = [json.loads(line) for line in (run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
         self.metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -157,3 +159,24 @@ def test_a_step_trains_on_the_conversations_and_writes_them(of_two_ranks: Ran) -
         if record["messages"]:
             assert sample["response"] == record["messages"][-1]["content"]
     assert "eval/held_out/avg@1" in of_two_ranks.metrics[-1]
+
+
+def test_turns_find_the_earlier_ones_in_the_cache_of_their_engine(of_two_ranks: Ran, two_engines: Ran) -> None:
+    for ran in (of_two_ranks, two_engines):
+        read = cached = 0
+        for record in ran.drawn.values():
+            if record["messages"] and record["turns"] > 1:
+                mask = np.array([False, *record["mask"], False])
+                begins, ends = np.flatnonzero(~mask[:-1] & mask[1:]), np.flatnonzero(mask[:-1] & ~mask[1:])
+                computed = [0, *(ends[:-1] - 1)]  # nothing is computed of the last token of a turn
+                read += begins.sum()
+                cached += sum(BLOCK * min((b - 1) // BLOCK, c // BLOCK) for b, c in zip(begins, computed, strict=True))
+        assert cached > 0
+        assert ran.prefixes["found"] == cached / read
+        assert ran.prefixes["warm"] > ran.prefixes["found"]
+
+
+def test_new_weights_use_no_keys_and_values_of_old_ones(of_two_ranks: Ran, two_engines: Ran) -> None:
+    for ran in (of_two_ranks, two_engines):
+        assert ran.prefixes["moved"] > 0.1
+        assert ran.prefixes["stale"] < 2e-4
