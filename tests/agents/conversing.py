@@ -19,7 +19,14 @@ from tests.agents.families import Family, tokenizer_of
 
 PROPERTIES = {"what": {"type": "string"}, "n": {"type": "integer"}}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
+    }
 ]
 PIECES = (
     "lamp",

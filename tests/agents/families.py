@@ -145,6 +145,7 @@ class Family:
     begins: str = ""  # what the model writes first in a turn
     lists_tools_once: bool = True  # or not at all
     metaspace: bool = False  # the tokenizer puts a space before a text
+    folder: str = ""  # of a published tokenizer; empty: it is made here
 
     def call(self, name: str, arguments: dict[str, object]) -> str:
         """What a model of Qwen's or Llama's writes to call a tool."""
@@ -196,6 +197,11 @@ FAMILIES = {
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer of the family's tokens with some hundred merges, among them of spaces, newlines and brackets."""
     family = FAMILIES[name]
+    if family.folder:
+        published = PreTrainedTokenizerFast.from_pretrained(family.folder)
+        published.add_tokens([AddedToken(token, normalized=False) for token in family.added])
+        published.chat_template = family.template
+        return published
     fast = Tokenizer(BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()

@@ -88,6 +88,7 @@ def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
     mask = rollout.loss_mask
     return {
         "row": row,
+        "converses": rollouts.sample(row).agent is not None,
         "tokens": rollout.tokens.tolist(),
         "mask": mask.tolist(),
         "logprobs": rollout.logprobs.tolist(),

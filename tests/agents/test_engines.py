@@ -165,7 +165,7 @@ def test_turns_find_the_earlier_ones_in_the_cache_of_their_engine(of_two_ranks: 
     for ran in (of_two_ranks, two_engines):
         read = cached = 0
         for record in ran.drawn.values():
-            if record["messages"] and record["turns"] > 1:
+            if record["converses"]:
                 mask = np.array([False, *record["mask"], False])
                 begins, ends = np.flatnonzero(~mask[:-1] & mask[1:]), np.flatnonzero(mask[:-1] & ~mask[1:])
                 computed = [0, *(ends[:-1] - 1)]  # nothing is computed of the last token of a turn

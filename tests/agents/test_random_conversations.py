@@ -3,6 +3,7 @@ the template writes there."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from typing import Any
@@ -106,8 +107,9 @@ def harmless(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return {**message, "content": "word"}
     call = message["tool_calls"][-1]
+    arguments = {f"a{i}": "b" for i in range(len(json.loads(call["function"]["arguments"])))}
     return {
         **message,
         "content": "",
-        "tool_calls": [{**call, "function": {**call["function"], "arguments": '{"a": "b"}'}}],
+        "tool_calls": [{**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}],
     }
