@@ -283,7 +283,7 @@ def loading_shards(llm: LLM, elements: Mapping[str, int], in_fp8: Collection[str
 
 
 def derive_latents(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has vLLM make anew, after a reload, what its latent attention derives from a projection's weight."""
+    """Makes vLLM's latent attention derive anew, after a reload, what it keeps of a projection's weight."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     for layer in model.modules():
@@ -293,7 +293,7 @@ def derive_latents(model: nn.Module, dtype: torch.dtype) -> None:
 
 # ------------------------------------------------------------------------------------------------------- packed copies
 def unpack_experts(model: nn.Module) -> None:
-    """Has vLLM set up its expert layers again before a reload, packing included, which it does only without a kernel."""
+    """Makes vLLM set up its expert layers again before a reload, packing included, which it does only without a kernel."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:

@@ -19,23 +19,6 @@ LATE_IMPORTS = 160
 DOCS_WORDS = 50_000
 FILES_THAT_NAME_A_FAMILY = 4  # beside its own in `models`, its tests and its shapes
 
-FRAGMENTS = {
-    "After",
-    "Before",
-    "Behind",
-    "By",
-    "For",
-    "From",
-    "In",
-    "Of",
-    "On",
-    "Those",
-    "To",
-    "Under",
-    "With",
-    "Without",
-}
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -62,15 +45,6 @@ def test_files_and_functions_are_short() -> None:
         if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES:
             long.append(f"{file}:{node.lineno} {node.name}")
     assert not long, long
-
-
-def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
-    fragments = list[str]()
-    for file, node in nodes():
-        said = ast.get_docstring(node) if isinstance(node, Function | ast.ClassDef) else None
-        if said and said.split()[0] in FRAGMENTS and not said.startswith("From here on"):
-            fragments.append(f"{file}:{node.lineno}: {said.splitlines()[0]}")
-    assert not fragments, fragments
 
 
 def test_few_errors_are_caught() -> None:
