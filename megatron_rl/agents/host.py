@@ -23,7 +23,7 @@ from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.rollout.engine import Completion, EngineError, Request
+from megatron_rl.rollout.engine import Completion, EngineError, Failure, Request
 from megatron_rl.rollout.episode import Episode, MakeEpisode, single_turn
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime.distributed import EngineGroup
@@ -78,6 +78,10 @@ class Conversations:
         self._read["cached"] += completion.cached_tokens
         if self._leader is not None:
             self._leader.answer(completion)
+
+    def unanswered(self, failure: Failure) -> None:
+        if self._leader is not None:
+            self._leader.unanswered(failure)
 
     def poll(self, wait: bool) -> list[tuple[Name, Request | Rollout]]:
         """As `rollout.episode.Poll`.
@@ -139,3 +143,7 @@ class Conversation:
     def advance(self, completion: Completion) -> None:
         self.drawn.update(np.asarray(completion.ids, dtype=np.int64).tobytes())
         self._host.answer(completion)
+
+    def unanswered(self, failure: Failure) -> bool:
+        self._host.unanswered(failure)
+        return True

@@ -22,7 +22,7 @@ from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import EVERY_COLUMN
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.score_checks import place_of
-from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.engine import Completion, Failure, Request
 
 Name: TypeAlias = tuple[str, int]
 _WAIT = 1.0  # seconds until `collect` returns without anything: other ranks wait in a collective
@@ -71,6 +71,12 @@ class AgentLeader:
         with self._changed:
             self._at_work += 1
         self._loop.call_soon_threadsafe(self._of_rollout[completion.request.name].answer, completion)
+
+    def unanswered(self, failure: Failure) -> None:
+        """Tells the conversation that asked that the engine has no answer."""
+        with self._changed:
+            self._at_work += 1
+        self._loop.call_soon_threadsafe(self._of_rollout[failure.request.name].unanswered, failure.reason)
 
     def collect(self, wait: bool) -> list[tuple[Name, Request | Rollout]] | AgentsFailed:
         """Returns what came since the last call, sorted by name; or why the run cannot go on. `wait`: up to `_WAIT` seconds
@@ -179,6 +185,9 @@ class AgentLeader:
                     "infrastructure",
                     f"no answer within {opening.agent.seconds:g} s ({opening.key}.agent.seconds)",
                 )
+        if session.no_answer is not None:  # whatever its agent made of that
+            _forget(task)
+            return {}, "infrastructure", session.no_answer
         try:
             rewards = session.verdict(task.result())
             if not session.ledger.turns:

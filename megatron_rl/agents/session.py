@@ -133,6 +133,7 @@ class Session:
         self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
         self.ledger = Ledger(renderer, opening.sample)
         self.failure: ModelFailed | None = None  # the first limit that the policy reached
+        self.no_answer: str | None = None  # why the last request has none
         self.is_closed = False
         self._tokenizer, self._patience, self._ask = tokenizer, patience, ask
         self._under_way: _Turn | None = None
@@ -278,6 +279,7 @@ class Session:
         turn, self._under_way = self._under_way, None
         assert turn is not None  # the engine answers what it was asked
         self._patience.run()
+        self.no_answer = None
         if self.is_closed:
             turn.reply.set_exception(_ended())
             return
@@ -297,6 +299,14 @@ class Session:
         reply = PolicyTurn(number, read.message, read.finish_reason, turn.tokens, ids, logprobs)
         self._last = (turn.question, reply)
         turn.reply.set_result(reply)
+
+    def unanswered(self, reason: str) -> None:
+        """The engine, a server elsewhere, has no answer. The agent may send the same request again."""
+        turn, self._under_way = self._under_way, None
+        assert turn is not None
+        self._patience.run()
+        self.no_answer = f"the server did not answer: {reason}"
+        turn.reply.set_exception(_ended() if self.is_closed else RefusedTurn(self.no_answer, "unanswered", 503))
 
     # -------------------------------------------------------------------------------------------------------- the end
     def close(self) -> None:
@@ -321,7 +331,7 @@ class Session:
             none_drawn if lost else self.ledger.segments,
             "stop" if lost else self._finish_reason,
             messages=opening.messages if lost or not self.ledger.turns else self.ledger.messages,
-            last_turn=self._text,
+            last_turn="" if lost else self._text,
             agent_rewards=rewards,
             failed_by=failed_by,
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rl.agents.registry import agent_tasks
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply
+from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.tool_parsers import ParserName
@@ -28,7 +29,11 @@ def template_remarks(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def template_remarks_of_folder(config: Config) -> list[str]:
-    """`template_remarks` by the tokenizer in `model.path`; [] where no folder is named, or transformers is not installed."""
+    """`template_remarks` by the tokenizer in `model.path`; [] where no folder is named, or transformers is not installed.
+
+    Raises:
+        ConfigError: the tokenizer cannot be read.
+    """
     path = config.model.path
     if (
         path is None
@@ -39,7 +44,11 @@ def template_remarks_of_folder(config: Config) -> list[str]:
         return []
     from transformers import AutoTokenizer
 
-    return list(template_remarks(config, AutoTokenizer.from_pretrained(path, trust_remote_code=False)))
+    with errors_named(
+        f"`model.path`: the tokenizer in {path} cannot be read", OSError, ValueError, as_error=ConfigError
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return list(template_remarks(config, tokenizer))
 
 
 def unread_calls(renderer: Renderer, parser: str, wants_calls: bool) -> str | None:

@@ -40,6 +40,8 @@ def _check_harness(config: Config) -> Iterator[str]:
         yield "`evaluation.harness.sets` is an empty list; null means the usual ones"
     if section.name == "evalplus" and (strange := set(section.sets or ()) - {"humaneval", "mbpp"}):
         yield f"`evaluation.harness.sets` has {', '.join(sorted(strange))}; evalplus has humaneval and mbpp"
+    if section.name == "evalplus" and section.limit is not None:
+        yield f"`evaluation.harness.limit` is {section.limit}, and evalplus asks all of its questions; set it to null"
     if section.name != "evalplus" and config.trainer.eval_rollouts != 1:
         yield (
             f"`trainer.eval_rollouts` is {config.trainer.eval_rollouts}, and {section.name} asks each question once; set it "

@@ -277,6 +277,7 @@ class HarnessConfig(Section):
     name: Literal["bfcl", "evalplus", "lm_eval"] | None = key(None, "which; `--harness` sets it; null: none")
     sets: list[str] | None = key(None, "what it runs, in its own names; null: the usual ones")
     arguments: list[str] = key([], "added to its command that asks")
+    limit: Count | None = key(None, "bfcl, lm_eval: only each set's first so many questions, to try it; null: all")
     handler: str | None = key(
         None, "bfcl: the model of its list whose prompt and parser it takes, for example `Qwen/Qwen3-8B-FC`"
     )

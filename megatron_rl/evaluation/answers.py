@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from rich.console import Console
 
+from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome, Rollout
 from megatron_rl.data.sample import Sample
@@ -76,7 +77,7 @@ def guarded(log: Log, evaluate: Callable[[], int]) -> int:
     except np.linalg.LinAlgError:  # a ValueError, and no recipe's fault: the traceback says more
         log.close()
         raise
-    except (ValueError, OSError, EndpointError, RewardError) as error:
+    except (ValueError, OSError, EndpointError, RewardError, AgentsFailed) as error:
         log.close()
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED

@@ -135,6 +135,7 @@ def _run(log: Log, job: Job, server: subprocess.Popen[bytes] | None) -> None:
     harness, output = HARNESSES[name], job.folder / f"{name}.log"
     # Never the user's own key of another service.
     key = os.environ[endpoint.api_key_env] if endpoint.api_key_env is not None else "none"
+    harness.prepare(job)
     for program, *arguments in harness.commands(job):
         log.phase(f"{program} {arguments[0]}")
         log.note(f"{program} {' '.join(arguments)}\nits output is in {output}")

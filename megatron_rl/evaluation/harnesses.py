@@ -41,6 +41,10 @@ class Job:
         return self.config.evaluation.harness.arguments
 
     @property
+    def limit(self) -> int | None:
+        return self.config.evaluation.harness.limit
+
+    @property
     def url(self) -> str:
         return self.server.urls[0]
 
@@ -71,6 +75,7 @@ class Harness:
         sets: what is run where the recipe does not say.
         commands: the programs' names and arguments, one after the other.
         read: the grades in the files that they left.
+        prepare: writes what the commands read.
         key: the variable from which the package takes the server's key.
         variables: further ones.
         totals: the package's own means over several sets.
@@ -81,6 +86,7 @@ class Harness:
     sets: tuple[str, ...]
     commands: Callable[[Job], list[list[str]]]
     read: Callable[[Job], Iterator[Graded]]
+    prepare: Callable[[Job], None] = field(default=lambda job: None)
     key: str = "OPENAI_API_KEY"
     variables: Callable[[Job], Mapping[str, str]] = field(default=lambda job: {})
     totals: Callable[[Job], Mapping[str, float]] = field(default=lambda job: {})
@@ -121,6 +127,7 @@ def _lm_eval_commands(job: Job) -> list[list[str]]:
     }
     model = ",".join(f"{key}={value}" for key, value in model_args.items() if value is not None)
     options = ["--tasks", ",".join(job.sets), "--output_path", str(job.folder), "--log_samples", "--model_args", model]
+    options += [] if job.limit is None else ["--limit", str(job.limit)]
     return [["lm-eval", "run", "--model", "local-completions", *options, *job.arguments]]
 
 
@@ -147,14 +154,45 @@ def _lm_eval_grades(job: Job) -> Iterator[Graded]:
 
 # --------------------------------------------------------------------------------------------------------------- BFCL
 # Columns of its table of totals that do not need `memory` or `web_search`.
+_AGENTIC = ("memory", "web_search", "format_sensitivity")
+
+
+def _is(name: str) -> Callable[[str], bool]:
+    return lambda category: category == name
+
+
+_BFCL_SETS: Mapping[str, Callable[[str], bool]] = {  # collections by the names of their categories
+    "live": lambda category: category.startswith("live_"),
+    "multi_turn": lambda category: category.startswith("multi_turn_"),
+    "non_live": lambda category: not category.startswith(("live_", "multi_turn_", *_AGENTIC)),
+}
 _TOTALS = {"Non-Live AST Acc": "non_live", "Live Acc": "live", "Multi Turn Acc": "multi_turn"}
 
 
 def _bfcl_commands(job: Job) -> list[list[str]]:
     which = ["--model", str(job.config.evaluation.harness.handler), "--test-category", ",".join(job.sets)]
+    some, partial = ([], []) if job.limit is None else (["--run-ids"], ["--partial-eval"])
     served = ["--backend", "vllm", "--skip-server-setup", "--local-model-path", str(job.config.model.path)]
     threads = ["--num-threads", str(job.config.evaluation.endpoint.max_in_flight)]
-    return [["bfcl", "generate", *which, *served, *threads, *job.arguments], ["bfcl", "evaluate", *which]]
+    return [
+        ["bfcl", "generate", *which, *some, *served, *threads, *job.arguments],
+        ["bfcl", "evaluate", *which, *partial],
+    ]
+
+
+def _choose_bfcl(job: Job) -> None:
+    """Names the first questions of each category, in the file that `--run-ids` reads."""
+    if job.limit is None:
+        return
+    [data] = programs("bfcl").parent.glob("lib/python*/site-packages/bfcl_eval/data")
+    files = {path.stem.split("_", 2)[2]: path for path in sorted(data.glob("BFCL_v*.json"))}
+    chosen = dict[str, list[str]]()
+    for name in job.sets:
+        categories = [category for category in files if _BFCL_SETS.get(name, _is(name))(category)]
+        if not categories:
+            raise ValueError(f"evaluation.harness.sets: BFCL has no {name}; with `limit` there are {', '.join(files)}")
+        chosen |= {category: [str(row["id"]) for row in _rows(files[category])[: job.limit]] for category in categories}
+    (job.folder / "test_case_ids_to_generate.json").write_text(json.dumps(chosen), encoding="utf-8")
 
 
 def _bfcl_grades(job: Job) -> Iterator[Graded]:
@@ -204,6 +242,7 @@ HARNESSES: Mapping[str, Harness] = {
         ("non_live", "live", "multi_turn"),
         _bfcl_commands,
         _bfcl_grades,
+        _choose_bfcl,
         key="REMOTE_OPENAI_API_KEY",
         variables=lambda job: {"BFCL_PROJECT_ROOT": str(job.folder), "REMOTE_OPENAI_BASE_URL": job.url},
         totals=_bfcl_totals,

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.config.schema import Config
-from megatron_rl.data.rollout import Rollout
+import numpy as np
+
+from megatron_rl.agents.registry import agent_tasks
+from megatron_rl.base import shipped
+from megatron_rl.config.schema import AgentConfig, Config
+from megatron_rl.data.rollout import Rollout, Segment
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime import disk, provenance
 
@@ -24,6 +31,7 @@ Kept = dict[tuple[str, int], Rollout]  # by sample id and index
 def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
     """Everything that the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
     trainer, rollout = config.trainer, config.rollout
+    agents = {key: _agent(task.agent) for key, task in agent_tasks(config).items() if task.agent is not None}
     return {
         "model": dict(model),
         "dtype": config.model.dtype,
@@ -35,6 +43,18 @@ def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
         "trainer.eval_top_p": trainer.eval_top_p,
         "seed": config.seed,
         "versions": provenance.versions(),
+        **({"agents": agents} if agents else {}),
+    }
+
+
+def _agent(agent: AgentConfig) -> dict[str, object]:
+    """An agent but for when it is given up, with hashes of the user's files that it names: what conversations depend on."""
+    named = [value.rpartition(":")[0] for value in (agent.name, *agent.params.values()) if isinstance(value, str)]
+    files = [shipped.find_file(Path(name).expanduser()) for name in named if name.endswith(".py")]
+    code = [hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files]
+    return {
+        **{key: value for key, value in asdict(agent).items() if key not in ("seconds", "stop_after")},
+        "code": code,
     }
 
 
@@ -67,8 +87,7 @@ def read(folder: Path, samples: Sequence[Sample]) -> Kept:
                 continue
             sample = by_id.get(row["sample"])
             if sample is not None and row["prompt"] == _digest(sample.prompt_ids):
-                index = row["rollout"]
-                logged[sample.id, index] = Rollout.single_turn(sample, index, row["response_ids"], row["finish_reason"])
+                logged[sample.id, row["rollout"]] = _rollout(sample, row)
     return logged
 
 
@@ -88,14 +107,14 @@ class Keeper:
             self._file.write("\n")  # after a killed process's last line
 
     def __call__(self, rollout: Rollout) -> None:
-        """Conversations are left out: an evaluation that goes on begins them again, with the same seeds."""
-        if rollout.is_conversation:
+        """Conversations that were lost are left out: an evaluation that goes on begins them again."""
+        if rollout.failed_by == "infrastructure":
             return
-        row = {
+        row: dict[str, object] = {
             "sample": rollout.sample_id,
             "rollout": rollout.index,
             "prompt": _digest(rollout.prompt_ids.tolist()),
-            "response_ids": rollout.response_ids.tolist(),
+            **(_conversation(rollout) if rollout.is_conversation else {"response_ids": rollout.response_ids.tolist()}),
             "finish_reason": rollout.finish_reason,
         }
         self._file.write(json.dumps(row) + "\n")
@@ -108,6 +127,38 @@ class Keeper:
 def discard(folder: Path) -> None:
     """The evaluation is complete: its responses are in `samples/`."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _conversation(rollout: Rollout) -> dict[str, object]:
+    return {
+        "segments": [[segment.ids.tolist(), segment.logprobs is not None] for segment in rollout.segments[1:]],
+        "messages": rollout.messages,
+        "last_turn": rollout.last_turn,
+        "agent_rewards": {name: None if math.isnan(value) else value for name, value in rollout.agent_rewards.items()},
+        "failed_by": rollout.failed_by,
+    }
+
+
+def _rollout(sample: Sample, row: Mapping[str, Any]) -> Rollout:
+    """The rollout that a row tells of, without log-probs, which an evaluation does not read."""
+    index, ending = row["rollout"], row["finish_reason"]
+    if "segments" not in row:
+        return Rollout.single_turn(sample, index, row["response_ids"], ending)
+    segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
+    for ids, drawn in row["segments"]:
+        unknown = np.full(len(ids), np.nan, dtype=np.float32) if drawn else None
+        segments.append(Segment(np.asarray(ids, dtype=np.int64), unknown))
+    rewards = {name: math.nan if value is None else value for name, value in row["agent_rewards"].items()}
+    return Rollout(
+        sample.id,
+        index,
+        segments,
+        ending,
+        messages=row["messages"],
+        last_turn=row["last_turn"],
+        agent_rewards=rewards,
+        failed_by=row["failed_by"],
+    )
 
 
 def _digest(tokens: Sequence[int]) -> str:

@@ -52,13 +52,15 @@ def write_samples(
 
 
 def conversation_of(sample: Sample, rollout: Rollout) -> dict[str, object]:
-    """`conversation`, the messages after the prompt, and `turn_tokens`, of the policy's among them; nothing of a response."""
+    """`conversation`, the messages after the prompt, `turn_tokens`, of the policy's among them, and who broke it off:
+    `failed_by`; nothing of a response."""
     turns = [segment for segment in rollout.segments if segment.logprobs is not None]
     if not rollout.is_conversation:
         return {}
     return {
         "conversation": rollout.messages[len(as_chat(sample.prompt)) :],
         "turn_tokens": [len(turn.ids) for turn in turns],
+        **({} if rollout.failed_by is None else {"failed_by": rollout.failed_by}),
     }
 
 

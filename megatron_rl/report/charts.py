@@ -39,7 +39,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Chart:
-    """`metrics` may end in `*` for every metric that starts so; drawn only where some run has one of them.
+    """`metrics` may have a `*` for every metric that begins and ends so; drawn only where some run has one of them.
 
     `at_least`: the axis goes from 0 to this or further, so that a share of a few thousandths looks like one.
     """
@@ -55,6 +55,14 @@ CHARTS = (
     Chart("Reward, weighted sum", ("reward/mean",)),
     Chart("Reward columns", ("reward/*",)),
     Chart("Groups with a signal", ("groups/signal_share",), at_least=1.0),
+    Chart("Turns of a conversation", ("conversation/turns", "conversation/turns_max")),
+    Chart("Share of the conversations with a turn k", ("conversation/turn_*/share",), at_least=1.0),
+    Chart("Tool calls of a conversation", ("conversation/tool_calls", "conversation/calls/*")),
+    Chart(
+        "Conversations that failed, share",
+        ("conversation/failed_model", "conversation/failed_infrastructure"),
+        at_least=0.1,
+    ),
     Chart("Response length, tokens", ("response_length/mean",)),
     Chart("Cut at the token limit", ("response_length/truncated_share",), at_least=0.1),
     Chart("Entropy, nats per token", ("actor/entropy",)),
@@ -95,8 +103,9 @@ def matching(chart: Chart, runs: Sequence[RunRecord]) -> list[str]:
             names += [
                 name for name in present if name.startswith("reward/") and name not in ("reward/mean", "reward/std")
             ]
-        elif pattern.endswith("*"):
-            named = (name for name in present if name.startswith(pattern[:-1]))
+        elif "*" in pattern:
+            start, _, end = pattern.partition("*")
+            named = (name for name in present if name.startswith(start) and name.endswith(end))
             names += sorted(named, key=lambda name: (len(name), name))  # numbers at their ends in order
         elif pattern in present:
             names.append(pattern)
@@ -216,7 +225,7 @@ def _together(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int
 
 def _label(seeds: Sequence[RunRecord], metric: str, kinds: int, metrics: int) -> str:
     name = seeds[0].name if len(seeds) == 1 else f"{seeds[0].name}, {len(seeds)} seeds"
-    short = metric.removeprefix("eval/").removeprefix("reward/")
+    short = metric.removeprefix("eval/").removeprefix("reward/").removeprefix("conversation/")
     return name if metrics == 1 else short if kinds == 1 else f"{name}: {short}"
 
 

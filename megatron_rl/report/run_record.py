@@ -27,6 +27,7 @@ class RolloutRow(TypedDict):
     response: str  # of a conversation the last turn
     conversation: NotRequired[list[dict[str, object]]]  # the messages after the prompt, where there are several turns
     turn_tokens: NotRequired[list[int]]  # of each of its assistant's messages
+    failed_by: NotRequired[str]  # who broke it off: model | infrastructure
     answer: object
     rewards: dict[str, float | None]  # None: without a score
     advantage: NotRequired[float]  # of training steps

@@ -86,6 +86,8 @@ function open() {
   if (!chosen) return detail.replaceChildren(node("p", "No rollout matches.", "sub"));
   const kind = pick("colour").value, facts = [`step ${chosen.step}`, `${chosen.sample ?? ""} #${chosen.rollout ?? ""}`,
     `advantage ${number(chosen.advantage)}`, `${chosen.tokens} ${chosen.tokens === 1 ? "token" : "tokens"}`, chosen.finish_reason];
+  if (chosen.turn_tokens) facts.push(`${chosen.turn_tokens.length} ${chosen.turn_tokens.length === 1 ? "turn" : "turns"}`);
+  if (chosen.failed_by) facts.push(`broken off by the ${chosen.failed_by}`);
   if (data.runs.length > 1) facts.unshift(data.runs[chosen.run]);
   const rewards = Object.entries(chosen.rewards).map(([name, value]) => `${name} ${value === null ? "no score" : number(value)}`);
   const coloured = kind && chosen.pieces && chosen[kind];

@@ -8,13 +8,16 @@ import functools
 import hashlib
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.base import shipped
 from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import Prompt, SampleMapping
+from megatron_rl.rewards.call_json import load_json
 from megatron_rl.rewards.kinds import UNIT, Bounds
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
@@ -105,6 +108,7 @@ def messages(template: str, completion: str, sample: SampleMapping, rationale: s
     server with a prefix cache reads once.
     """
     calls = sample.get("tool_calls") or []
+    completion = whole_response(completion, sample)
     filled = {
         "prompt": as_text(sample.get("prompt", "")),
         "tool_calls": "\n".join(json.dumps(call, ensure_ascii=False) for call in calls)
@@ -135,6 +139,32 @@ def as_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"[{message.get('role', '')}]\n{message.get('content') or ''}" for message in prompt)
+
+
+def whole_response(completion: str, sample: SampleMapping) -> str:
+    """The response as a judge reads it: of a conversation all that follows the prompt, turn by turn under the roles' names,
+    with thinking and calls. Its lines are indented, so that no turn can write another's beginning."""
+    spoken, prompt = sample.get("messages"), sample.get("prompt", "")
+    if not spoken:
+        return completion
+    return "\n\n".join(map(_turn, spoken[1 if isinstance(prompt, str) else len(prompt) :]))
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    thought, calls = message.get("reasoning_content"), message.get("tool_calls") or []
+    said = [f"<think>\n{thought}\n</think>"] if thought else []
+    said += [str(message["content"])] if message.get("content") else []
+    said += [f"<tool_call>\n{json.dumps(_of(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return f"[{message.get('role', '')}]\n" + textwrap.indent("\n".join(said), "  ")
+
+
+def _of(call: Mapping[str, Any]) -> dict[str, object]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    return {
+        "name": function.get("name"),
+        "arguments": load_json(arguments) if isinstance(arguments, str) else arguments,
+    }
 
 
 def read_score(text: str) -> float | None:

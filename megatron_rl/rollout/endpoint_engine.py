@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Literal, NoReturn
 
 import numpy as np
@@ -29,6 +29,7 @@ from megatron_rl.runtime.calls import event_loop
 
 _MODELS_SECONDS = 30.0
 _LARGEST_ID = 2**31 - 1
+_SOON = 0.05  # seconds that `step` waits for a response: then others may have requests
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _models(url: str, api_key_env: str | None) -> list[dict[str, object]]:
 class EndpointEngine:
     """An `Engine` of one process, whose model equal servers answer for. It takes no weights.
 
-    `step` waits for the next responses, and raises what makes a server useless:
+    `step` waits a moment for the next responses, and raises what makes a server useless:
 
     Raises:
         EndpointError: the server refuses access, or does not know the model.
@@ -118,7 +119,10 @@ class EndpointEngine:
     def step(self) -> list[Completion | Failure]:
         if not self._pending:
             return []
-        ended = [self._ended.get()]
+        try:
+            ended = [self._ended.get(timeout=_SOON)]
+        except Empty:
+            return []
         while not self._ended.empty():
             ended.append(self._ended.get())
         self._pending.difference_update(ended)

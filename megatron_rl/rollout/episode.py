@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
-from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.engine import Completion, Failure, Request
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 
 
@@ -21,6 +21,10 @@ class Episode(Protocol):
 
     def advance(self, completion: Completion) -> Request | Rollout | None:
         """Takes a turn, and returns the next one's request, or the finished rollout; None: either comes by `Poll`."""
+        ...
+
+    def unanswered(self, failure: Failure) -> bool:
+        """Returns whether the episode goes on, by `Poll`, after a request that the engine has no answer to."""
         ...
 
 
@@ -58,3 +62,6 @@ class SingleTurn:
             completion.version,
             completion.experts,
         )
+
+    def unanswered(self, failure: Failure) -> bool:
+        return False

@@ -76,8 +76,9 @@ def generate(
             if isinstance(ended, Failure):
                 if on_failed is None:
                     raise EngineError(f"the engine has no answer to rollout {name[1]} of {name[0]}: {ended.reason}")
-                del open_episodes[name]
-                on_failed(ended)
+                if not open_episodes[name].unanswered(ended):
+                    del open_episodes[name]
+                    on_failed(ended)
                 continue
             outcome = open_episodes[name].advance(ended)
             if isinstance(outcome, Rollout):

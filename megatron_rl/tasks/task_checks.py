@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import islice
@@ -36,6 +37,8 @@ _ALWAYS = {
     "demonstrations",
     "demonstration_params",
 }
+# How BFCL is called: its package with its simulators, its data set on the hub, its files.
+_BFCL = re.compile(r"bfcl_eval\b|berkeley-function-call|\bBFCL_v\d", re.IGNORECASE)
 _OF_SPLIT = {"source", "of", "hold_out", "seed"}
 
 
@@ -51,6 +54,8 @@ def check_tasks(tasks: TasksConfig) -> None:
         for name, config in configs.items():
             key = f"tasks.{group}.{name}"
             try:
+                if group == "train":
+                    _refuse_benchmark(config)
                 if config.source == SPLIT:
                     _check_split(config, group, tasks)
                 else:
@@ -73,6 +78,21 @@ def check_tasks(tasks: TasksConfig) -> None:
         raise ValueError(f"tasks.train and tasks.eval both have a task {sorted(shared)[0]!r}: rename one of them")
     if weights := task_weights(tasks.train):
         window_counts(weights)
+
+
+def _refuse_benchmark(config: TaskConfig) -> None:
+    """ValueError where a train task's prompts or environment are BFCL's."""
+    named = {"source": config.source, "path": config.path}
+    if config.agent is not None:
+        params = {f"agent.params.{key}": value for key, value in config.agent.params.items()}
+        named |= {"agent.name": config.agent.name, **{k: v for k, v in params.items() if isinstance(v, str)}}
+    for key, value in named.items():
+        if value is not None and _BFCL.search(value):
+            raise ValueError(
+                f"{key} ({value}) is BFCL's, by which models are judged: one that has trained on its questions or with its "
+                "simulators has no score there. Train on other tasks (tool_house, your own), and run BFCL by "
+                "`megatron-rl evaluate --harness bfcl`"
+            )
 
 
 def _check_task(config: TaskConfig) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.agents.registry import agent_tasks
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome, Rollout
@@ -115,7 +114,9 @@ def evaluate_only(run: Run, resume: str) -> None:
         keep.close()
     write_evaluation(run.report, model, answers, run.sampler.take_counters(), begin)
     run.grid.barrier()
-    if run.grid.is_main:
+    if lost := sum(summary.failed for summary in answers.summaries):
+        run.report.warn(f"{lost} conversations were lost; the same command holds these again, and no others")
+    elif run.grid.is_main:
         kept.discard(run.report.run_dir / kept.FOLDER)
 
 
@@ -130,13 +131,11 @@ def evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) -
     return guarded(report, lambda: _verdict(report.config, *_evaluate_endpoint(report, urls, name)))
 
 
-def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) -> tuple[list[Failure], int]:
-    """The requests that failed, and how many were answered."""
+def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) -> tuple[list[str], int]:
+    """Why requests failed, and how many were answered; a conversation counts as one."""
     from transformers import AutoTokenizer
 
     begin, config = time.monotonic(), report.config
-    for key in agent_tasks(config):
-        raise ValueError(f"{key}.agent: conversations need the engine: evaluate without --endpoint")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     server = find_server(urls, name, config.evaluation.endpoint, longest)
     report.phase("loading the tasks")
@@ -159,7 +158,7 @@ def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) 
     total, answered, failures = (
         config.trainer.eval_rollouts * sum(map(len, prompts.eval.values())),
         len(drawn),
-        list[Failure](),
+        list[str](),
     )
 
     def show() -> None:
@@ -168,11 +167,14 @@ def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) 
     def on_drawn(rollout: Rollout) -> None:
         nonlocal answered
         keeper(rollout)
-        answered += 1
+        if rollout.failed_by == "infrastructure":
+            failures.append("a conversation that was lost")
+        else:
+            answered += 1
         show()
 
     def on_failed(failure: Failure) -> None:
-        failures.append(failure)
+        failures.append(failure.reason)
         show()
 
     try:
@@ -194,12 +196,12 @@ def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) 
     return failures, sum(summary.responses for summary in answers.summaries)
 
 
-def _verdict(config: Config, failures: Sequence[Failure], answered: int) -> int:
+def _verdict(config: Config, failures: Sequence[str], answered: int) -> int:
     """Reports failed requests, which no metric includes; more than the recipe tolerates make the command fail."""
     if not failures:
         return exit_codes.OK
     share, allowed = len(failures) / (len(failures) + answered), config.evaluation.endpoint.max_failed_share
-    reasons = Counter(failure.reason for failure in failures).most_common(_SHOWN)
+    reasons = Counter(failures).most_common(_SHOWN)
     shown = "; ".join(f"{count} x {reason}" for reason, count in reasons)
     print(
         f"megatron-rl: {len(failures)} requests ({share:.1%}) stayed unanswered and are in none of the numbers: {shown}"

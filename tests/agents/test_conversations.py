@@ -23,7 +23,7 @@ from megatron_rl.agents import endpoint, leader
 from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.agents.host import Conversations
 from megatron_rl.agents.template_remarks import template_remarks_of_folder
-from megatron_rl.algorithms import RewardTable, make_algorithm
+from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_algorithm
 from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.data.rollout import Rollouts
@@ -295,6 +295,44 @@ def test_a_lost_conversation_leaves_its_group_as_if_it_had_never_been(talks: Tal
     assert (
         response_metrics(rollouts)["response_length/mean"] == rollouts.facts["length"][~rollouts.facts["lost"]].mean()
     )
+
+
+@pytest.fixture(scope="module")
+def with_lost(tmp_path_factory: pytest.TempPathFactory, words: Any) -> tuple[Rollouts, Any]:
+    """Three prompts, four conversations each, with a judge's column; all of one prompt are lost. And their rewards."""
+    talks = Talks(tmp_path_factory.mktemp("with_lost"), words)
+    rollouts = talks("failing", params={"how": "raise", "of": "something"}, count=4)
+    rollouts.columns = ("success", "steps", "judge")
+    rollouts.rewards = np.random.default_rng(1).integers(0, 2, (12, 3)).astype(float)
+    rollouts.rewards[0] = 1 - rollouts.rewards[1]
+    rollouts.rewards[8] = 1 - rollouts.rewards[9]
+    rollouts.rewards[rollouts.facts["lost"]] = np.nan
+    configs = {name: SimpleNamespace(weight=1.0) for name in rollouts.columns}
+    scorer: Any = SimpleNamespace(columns=rollouts.columns, configs=configs, token_weights={})
+    greedy: Any = SimpleNamespace(rewards=np.array([[0.5, 0.0, 0.0]] * 3), count=1)
+    return rollouts, (
+        lambda with_greedy: Sampler.reward_table(
+            SimpleNamespace(scorer=scorer),
+            rollouts,
+            greedy if with_greedy else None,  # type: ignore[arg-type]
+        )
+    )
+
+
+@pytest.mark.parametrize("name", [*list_advantage_estimators(), "awpo_v1"])
+def test_every_estimator_takes_conversations(with_lost: tuple[Rollouts, Any], name: str) -> None:
+    """Groups that are whole have advantages; what was lost has none, and changes nobody else's."""
+    rollouts, table_of = with_lost
+    table = table_of(name == "remax")
+    algorithm = make_algorithm({"preset": "awpo_v1"} if name == "awpo_v1" else {"estimator": {"name": name}})
+    estimate = algorithm.compute_advantages(table, truncated=rollouts.truncated)
+    lost = torch.from_numpy(rollouts.facts["lost"].copy()).view(3, 4)
+    assert lost.tolist() == [[False] * 4, [True] * 4, [False] * 4]
+    assert not (estimate.train & lost).any()
+    assert not estimate.advantages[lost].any()
+    assert estimate.advantages.isfinite().all()
+    for group in (0, 2):
+        assert estimate.advantages[group].unique().numel() > 1, group
 
 
 def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

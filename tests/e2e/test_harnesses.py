@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from rewards.tiny_models import CHAT_TEMPLATE, chat_model
 
 from megatron_rl.cli import main
 from megatron_rl.evaluation.harnesses import HARNESSES, programs
+from tests.evaluation.server import serving
 
 from .serving import VllmServer
 
@@ -112,6 +114,48 @@ def test_bfcl_on_two_of_its_categories(model: Path, server: str, tmp_path: Path)
     assert main(["evaluate", *strict[:6], "--served-name", "other", *strict[6:]]) == 2
 
 
+def knows_one_question(data: Path) -> Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]:
+    """Makes the calls of BFCL's answers to the second question of `multi_turn_base`, as Qwen3 writes them, turn by turn; to
+    others, and once its calls are answered, it only talks."""
+    name = "BFCL_v4_multi_turn_base.json"
+    [question, answers] = (
+        json.loads(file.read_text().splitlines()[1]) for file in (data / name, data / "possible_answer" / name)
+    )
+    asked = [turn[0]["content"] for turn in question["question"]]
+
+    def written(call: str) -> str:
+        node: Any = ast.parse(call, mode="eval").body
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return f"<tool_call>\n{json.dumps({'name': node.func.id, 'arguments': arguments})}\n</tool_call>"
+
+    def rule(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        *_, last = (said.partition("<|im_end|>")[0] for said in request["prompt"].split("<|im_start|>user\n")[1:])
+        calls = [*map(written, answers["ground_truth"][asked.index(last)])] if last in asked else []
+        text = "\n".join(calls) or "There is no more to do."
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return 200, {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}], "usage": usage}
+
+    return rule
+
+
+@needs("bfcl")
+def test_bfcl_holds_conversations(model: Path, tmp_path: Path) -> None:
+    """Of two questions per category; a model that knows one is right there, where all of its functions are at hand."""
+    [data] = programs("bfcl").parent.glob("lib/python*/site-packages/bfcl_eval/data")
+    section = "evaluation.harness"
+    with serving(knows_one_question(data), str(model)) as server:
+        given = (f"{section}.handler=Qwen/Qwen3-8B-FC", f"{section}.sets=[multi_turn]", f"{section}.limit=2")
+        content = evaluated(
+            tmp_path / "run", "--harness", "bfcl", "--model", str(model), "--endpoint", server.url, *given
+        )
+    found = {name: (value["value"], value["prompts"]) for name, value in content["metrics"].items() if "/avg@" in name}
+    half, none = (0.5, 2), (0.0, 2)
+    by_set = {"_base": half, "_long_context": half, "_miss_func": none, "_miss_param": none, "": (0.25, 0)}
+    assert found == {f"eval/bfcl_multi_turn{name}/avg@1": numbers for name, numbers in by_set.items()}
+    turns = next((tmp_path / "run" / "harness" / "result").rglob("*multi_turn_base_result.json")).read_text()
+    assert [len(json.loads(line)["result"]) for line in turns.splitlines()] == [4, 4]
+
+
 @needs("evalplus")
 def test_humaneval_on_problems_of_its_format(
     model: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +213,7 @@ def test_humaneval_on_problems_of_its_format(
         (("--harness", "lm_eval", "evaluation.harness.handler=x"), "is bfcl's"),
         (("--harness", "lm_eval", "evaluation.harness.sets=[]"), "is an empty list"),
         (("--harness", "evalplus", "evaluation.harness.sets=[mmlu_pro]"), "evalplus has humaneval and mbpp"),
+        (("--harness", "evalplus", "evaluation.harness.limit=3"), "asks all of its questions"),
         (
             ("--harness", "lm_eval", "trainer.eval_rollouts=2", "trainer.eval_temperature=1.0"),
             "asks each question once",

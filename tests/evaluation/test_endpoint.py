@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rewards import chat_server
 from transformers import AutoTokenizer
 
 from megatron_rl.cli import main
+from megatron_rl.config import load_recipe
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data.rollout import Rollout
@@ -38,6 +40,8 @@ from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.runtime.http import EndpointError
+from megatron_rl.tasks.sources import items_of
+from megatron_rl.tasks.tool_house import ToolHouse
 from megatron_rl.weights.create import create_model
 
 from .server import Rule, answer, serving
@@ -380,6 +384,77 @@ def test_an_evaluation_that_was_killed_asks_only_for_what_is_missing(
         assert f"an interrupted evaluation is not continued, because of another {key}" in capsys.readouterr().out
 
 
+HOUSE = Path(__file__).parents[2] / "recipes" / "cpu" / "tool_house.yaml"
+
+
+def knows_the_house(folder: Path, fails: Callable[[str], bool]) -> Rule:
+    """Converses as the demonstrations do: what was said before decides the turn. `fails`: what has no answer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = load_recipe(HOUSE)
+    said: dict[str, str] = {}
+    for item in items_of(replace(config.tasks.eval["house_test"], size=3)):
+        house = ToolHouse()
+        house.reset({"metadata": item.metadata, "tools": item.tools})
+        text = f"{item.prompt}\n>"
+        for call in item.tool_calls or []:
+            body = json.dumps({"name": call["name"], "arguments": call["parameters"]})
+            said[text] = f"<tool_call>\n{body}\n</tool_call>"
+            text += f"{said[text]}<eos>\n={house.call(call['name'], call['parameters'])}\n>"
+        said[text] = str(item.answer)
+
+    def rule(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        text = tokenizer.decode(request["prompt"])
+        if fails(text):
+            return 500, {}
+        drawn = tokenizer(said[text], add_special_tokens=False)["input_ids"]
+        return answer(request, [*drawn, tokenizer.eos_token_id])
+
+    return rule
+
+
+def test_conversations_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole tasks succeed; one that the server leaves is lost, and only it is held again by the same command."""
+    created = load_recipe(HOUSE).model.create
+    assert created is not None
+    create_model(tmp_path / "model", created, seed=0)
+    given = ["tasks.eval.house_test.size=3", f"run_dir={tmp_path / 'run'}", "evaluation.endpoint.retries=0"]
+    given += ["trainer.eval_rollouts=2", "model.create=null"]
+
+    def evaluated(fails: Callable[[str], bool]) -> tuple[int, int]:
+        with serving(knows_the_house(tmp_path / "model", fails)) as server:
+            arguments = ["evaluate", str(HOUSE), "--model", str(tmp_path / "model"), "--endpoint", server.url, *given]
+            return main(arguments), len(server.requests)
+
+    def left() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        rows = (tmp_path / "run" / "samples" / "house_test.jsonl").read_text().splitlines()
+        return json.loads((tmp_path / "run" / "evaluation.json").read_text()), [json.loads(row) for row in rows]
+
+    code, asked = evaluated(lambda text: False)
+    content, whole = left()
+    assert (code, content["metrics"]["eval/house_test/avg@2"]["value"]) == (0, 1.0)
+    assert content["metrics"]["eval/house_test/pass@2"]["value"] == 1.0
+    assert asked == sum(len(record["turn_tokens"]) for record in whole)
+    assert all(record["rewards"] == {"success": 1.0, "steps": 1.0} for record in whole)
+
+    turns = {record["sample"]: len(record["turn_tokens"]) for record in whole}
+    lost, begins = whole[0]["sample"], f"{whole[0]['prompt']}\n>"
+    fails = 2 * 2 * 2  # two rollouts, two attempts each, a turn and one without an answer
+    assert evaluated(lambda text: text.startswith(begins) and text != begins) == (1, asked - 2 * turns[lost] + fails)
+    content, rest = left()
+    assert (content["failed_requests"], rest[2:]) == (2, whole[2:])
+    assert [record.get("failed_by") for record in rest] == ["infrastructure"] * 2 + [None] * 4
+    assert all(value is None for record in rest[:2] for value in record["rewards"].values())
+    shown = capsys.readouterr()
+    assert "2 conversations were lost" in shown.out
+    assert "HTTP 500" in shown.out
+    assert "2 requests (33.3%) stayed unanswered" in shown.err
+
+    assert evaluated(lambda text: False) == (0, 2 * turns[lost])
+    assert "continuing an interrupted evaluation: 4 responses" in capsys.readouterr().out
+    content, again = left()
+    assert (content["failed_requests"], again) == (0, whole)
+
+
 def test_what_is_kept_after_a_torn_line_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "engine0.jsonl"
     path.write_text('{"sample": "sums/1", "roll')
@@ -405,6 +480,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from megatron_rl.cli import main
+from megatron_rl.config import load_recipe
 sys.exit(main(sys.argv[1:]))
 """
 

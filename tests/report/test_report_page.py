@@ -167,6 +167,17 @@ def test_a_metric_that_only_some_rows_have_and_a_cut_last_line_are_no_obstacle(t
     assert matching(CHARTS[0], [run]) == ["eval/sums/avg@1"]  # pass@1 of greedy decoding is the same number
 
 
+def test_conversations_have_charts(tmp_path: Path) -> None:
+    turns = {f"conversation/turn_{turn}/{what}": 1 / turn for turn in (1, 2, 10) for what in ("share", "tokens")}
+    more = {"conversation/turns": 2.0, "conversation/tool_calls": 1.5, "conversation/calls/read": 1.5}
+    run = read_run(write_run(tmp_path / "run", [{**row, **turns, **more} for row in healthy()]))
+    drawn = {chart.title: matching(chart, [run]) for chart in CHARTS}
+    assert drawn["Turns of a conversation"] == ["conversation/turns"]
+    assert drawn["Share of the conversations with a turn k"] == [f"conversation/turn_{k}/share" for k in (1, 2, 10)]
+    assert drawn["Tool calls of a conversation"] == ["conversation/tool_calls", "conversation/calls/read"]
+    assert drawn["Conversations that failed, share"] == []
+
+
 def test_the_running_mean_starts_at_the_first_value_and_passes_over_gaps() -> None:
     assert _running_mean([4.0, float("nan"), 4.0]) == pytest.approx([4.0, 4.0, 4.0])
     assert _running_mean([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])

@@ -100,6 +100,7 @@ def row(step: int, number: int) -> RolloutRow:
             {"role": "assistant", "content": "é"},
         ]
         made["turn_tokens"] = [1, 2]
+        made["failed_by"] = "model"
     return made
 
 
@@ -233,9 +234,11 @@ def test_an_open_conversation_is_shown_by_turn_with_the_tokens_of_each(page: Pat
     pick("colour").value = "";
     pick("search").value = "attic";
     select();
-    return {plain, coloured, tokens, count: viewer.querySelector(".count").textContent,
+    return {plain, coloured, tokens, facts: detail.querySelector(".sub").textContent,
+      count: viewer.querySelector(".count").textContent,
       roles: [...detail.querySelectorAll(".role")].map(one => one.textContent), line: list.textContent};"""
     seen = outcome(page, script)
+    assert "2 turns · broken off by the model" in seen["facts"]
     call, reply, answer = seen["plain"]
     assert "<who>" in call
     assert (reply, answer) == ("in the attic", "é")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
+from megatron_rl.config.schema import AgentConfig, ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.puzzle_checks import dataset_files, dataset_params
 
@@ -112,6 +113,25 @@ def test_a_file_that_is_empty_or_broken(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match="line 1: not JSON"):
         check({"source": "jsonl", "path": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"source": "huggingface", "path": "gorilla-llm/Berkeley-Function-Calling-Leaderboard"}, "path"),
+        ({"source": "jsonl", "path": "data/BFCL_v4_multi_turn_base.json"}, "path"),
+        (
+            {"agent": AgentConfig("tools", params={"environment": "bfcl_eval.multi_turn:GorillaFileSystem"})},
+            "agent.params.environment",
+        ),
+    ],
+)
+def test_a_benchmark_is_not_trained_on(keys: dict[str, Any], key: str) -> None:
+    task = {"source": "reasoning_gym", "name": "chain_sum", "size": 5, **keys}
+    with pytest.raises(
+        ValueError, match=rf"^tasks\.train\.sums\.{re.escape(key)} \(.*BFCL's, by which models are judged"
+    ):
+        check(task)
 
 
 def test_tasks_that_contradict_one_another() -> None:
