@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +30,12 @@ _FEW = 32  # sequences of a rank
 class MicroBatch:
     """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over scored tokens only.
 
+    A row of the batch is one or several of the sequences; the loss knows rows only.
+
     With context parallelism a rank has its part of every sequence's tokens (`held`), and all scored tokens.
     """
 
-    rows: list[int]  # index of each sequence in the batch it came from
+    rows: list[int]  # index of each entry in the batch it came from
     tokens: Tensor  # int64 [this rank's tokens]
     positions: Tensor  # int64 [this rank's tokens], counted from each sequence's start; with images [3, tokens]
     offsets: (
@@ -200,7 +203,7 @@ def pack(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> MicroBatch:
-    """Packs the sequences `rows` of a batch, and takes this context-parallel rank's part.
+    """Packs the sequences of the entries `rows` of a batch, and takes this context-parallel rank's part.
 
     A rank's token count is padded to `multiple` with a sequence that nothing reads; with context parallelism each sequence
     is also padded at its end, where causal attention hides it, to what can be cut evenly.
@@ -209,9 +212,10 @@ def pack(
     multiple = math.lcm(multiple * cp, cp_chunks)
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
-    for local, row in enumerate(rows):
-        length, scored = batch.lengths[row], np.flatnonzero(batch.loss_mask[row])
-        tokens += [batch.tokens[row], np.zeros(-length % cp_chunks, dtype=np.int64)]
+    pieces = _pieces(rows, batch)
+    for local, row, part in pieces:
+        length, scored = part.stop - part.start, np.flatnonzero(batch.loss_mask[row][part])
+        tokens += [batch.tokens[row][part], np.zeros(-length % cp_chunks, dtype=np.int64)]
         predictors.append(start + scored - batch.shift)
         sequence_ids.append(np.full(len(scored), local))
         lengths.append(length + -length % cp_chunks)
@@ -235,38 +239,56 @@ def pack(
     return MicroBatch(
         rows=list(rows),
         tokens=tensor(join(tokens)[here]),
-        positions=tensor(np.concatenate(_positions(rows, batch, lengths), axis=-1)[..., here]),
+        positions=tensor(np.concatenate(_positions(pieces, batch, lengths), axis=-1)[..., here]),
         offsets=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
         longest=max(lengths),
         predictors=tensor(predictor[predicted_here]),
         own=tensor(predicted_here),
         targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
-        experts=_experts(rows, batch, lengths)[here] if batch.experts and rows else None,
-        images=_images(rows, batch, lengths, device),
+        experts=_experts(pieces, batch, lengths)[here] if batch.experts and rows else None,
+        images=_images(pieces, batch, lengths, device),
     )
 
 
-def _positions(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
+class _Piece(NamedTuple):
+    """One sequence of an entry."""
+
+    local: int  # index of the entry in the micro-batch
+    row: int  # in the batch
+    part: slice  # of the entry's tokens
+
+
+def _pieces(rows: Sequence[int], batch: TokenBatch) -> list[_Piece]:
+    pieces = []
+    for local, row in enumerate(rows):
+        end = 0
+        for length in batch.parts.get(row, (batch.lengths[row],)):
+            pieces.append(_Piece(local, row, slice(end, end + length)))
+            end += length
+    return pieces
+
+
+def _positions(pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
     """Positions of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
     plain = [np.arange(length) for length in lengths]
-    if not batch.images.keys() & set(rows):
+    if not batch.images.keys() & {piece.row for piece in pieces}:
         return plain
     placed = [
-        batch.images[row].positions(length) if row in batch.images else np.tile(np.arange(length), (3, 1))
-        for row, length in zip(rows, lengths, strict=False)
+        batch.images[piece.row].positions(length) if piece.row in batch.images else np.tile(np.arange(length), (3, 1))
+        for piece, length in zip(pieces, lengths, strict=False)
     ]
-    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(rows) :])]
+    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(pieces) :])]
 
 
 def _images(
-    rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int], device: torch.device
+    pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int], device: torch.device
 ) -> PackedImages | None:
-    """A group's rollouts share their prompt's images, which the tower then reads once."""
+    """A group's rollouts share their prompt's images, which the tower then reads once. An entry with images has one sequence."""
     first: dict[PromptImages, int] = {}  # of each prompt's image tokens among those of all prompts
     slots, sources, start, count = list[np.ndarray](), list[np.ndarray](), 0, 0
-    for row, length in zip(rows, lengths, strict=False):
-        if (images := batch.images.get(row)) is not None:
+    for piece, length in zip(pieces, lengths, strict=False):
+        if (images := batch.images.get(piece.row)) is not None:
             places = images.slots
             if images not in first:
                 first[images] = count
@@ -280,16 +302,17 @@ def _images(
     return PackedImages(list(first), *flat)
 
 
-def _experts(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
+def _experts(pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
     """Returns the experts of all tokens of a micro-batch, [tokens, layers, experts per token]; padding takes other tokens'.
 
     Args:
         lengths: of each sequence, padded, and of padding behind them.
     """
     experts = []
-    for row, length in zip(rows, lengths, strict=False):
-        own, tokens = batch.experts[row], batch.lengths[row]
-        if len(own) != tokens:
-            raise ValueError(f"sequence {row} has {tokens} tokens, and experts of {len(own)}")
+    for piece, length in zip(pieces, lengths, strict=False):
+        whole, tokens = batch.experts[piece.row], batch.lengths[piece.row]
+        if len(whole) != tokens:
+            raise ValueError(f"sequence {piece.row} has {tokens} tokens, and experts of {len(whole)}")
+        own = whole[piece.part]
         experts.append(np.resize(own, (length, *own.shape[1:])))
     return np.resize(np.concatenate(experts), (sum(lengths), *experts[0].shape[1:]))

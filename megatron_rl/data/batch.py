@@ -14,14 +14,19 @@ from megatron_rl.data.sample import Sample
 
 @dataclass
 class TokenBatch:
-    """Sequences of tokens, and which of these the actor scores or trains on: the same for RL, SFT and the sync check."""
+    """Sequences of tokens, and which of these the actor scores or trains on: the same for RL, SFT and the sync check.
 
-    lengths: Sequence[int]  # of every sequence, in tokens
+    A rollout is one entry, also where it has several sequences (`parts`): they are computed in one micro-batch, where each
+    attends to itself only, and the loss sees the rollout as one.
+    """
+
+    lengths: Sequence[int]  # of every entry, in tokens
     tokens: Mapping[int, np.ndarray]  # int64 [tokens], of the sequences that this rank computes on
     loss_mask: Mapping[int, np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
     experts: Mapping[int, np.ndarray] = field(default_factory=dict)  # see `Rollout.experts`; {}: not replayed
     shift: int = 1  # a scored token's output is that of the token so many before it; 0: its own, a reward model's
     images: Mapping[int, PromptImages] = field(default_factory=dict)  # of sequences that begin with such a prompt
+    parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # tokens of each sequence, of entries with several
 
     @classmethod
     def of(
@@ -29,12 +34,14 @@ class TokenBatch:
     ) -> TokenBatch:
         """Whole rollouts; their sampled tokens are scored. `rollouts`: those that this rank computes on; `samples`: of
         their prompts, where these may have images."""
+        parts = {row: rollout.sequence_lengths for row, rollout in rollouts.items()}
         return cls(
             lengths,
             {row: rollout.tokens for row, rollout in rollouts.items()},
             {row: rollout.loss_mask for row, rollout in rollouts.items()},
             {row: rollout.experts for row, rollout in rollouts.items() if rollout.experts is not None},
             images={row: sample.images for row, sample in (samples or {}).items() if sample.images is not None},
+            parts={row: lengths for row, lengths in parts.items() if len(lengths) > 1},
         )
 
     @classmethod

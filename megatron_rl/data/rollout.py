@@ -20,19 +20,28 @@ class Segment:
     ids: np.ndarray  # int64 [tokens]; a turn's end-of-sequence token is included where it was drawn
     logprobs: np.ndarray | None = None  # float32 [tokens], under the engine's sampling distribution; None: not sampled
     version: int = 0  # optimizer steps behind the weights that drew the tokens
+    # It begins a further sequence of the rollout, and was not sampled: tokens that an earlier sequence has trained on are
+    # given here, so that each is trained on once.
+    begins_sequence: bool = False
 
 
 @dataclass
 class Rollout:
-    """One response to a prompt, token by token as the engine drew it. Only sampled tokens are trained on."""
+    """One response to a prompt, token by token as the engine drew it. Only sampled tokens are trained on.
+
+    A conversation that parted has several sequences. They lie one behind the other in `segments`, and the rollout is one
+    whatever their number: arrays of its tokens run over all of them.
+    """
 
     sample_id: str
     index: int  # 0 .. group_size - 1 within its prompt
-    segments: list[Segment]  # the prompt first
+    segments: list[Segment]  # the prompt first; of all sequences
     finish_reason: str  # stop | length
     experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, experts per token] that the engine chose
-    # The whole conversation, where an agent held one; else the response, once it is decoded.
+    # The whole conversation, where an agent held one, up to its last turn; else the response, once it is decoded.
     messages: list[Message] = field(default_factory=list)
+    # Where it has several sequences: the conversation of each, in their order, that in `messages` too; else [].
+    conversations: list[list[Message]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
     token_rewards: np.ndarray | None = (
         None  # float32 [sampled tokens, columns]; NaN: a column has no value. None: no columns
@@ -92,6 +101,16 @@ class Rollout:
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each of its sequences."""
+        lengths = [0]
+        for segment in self.segments:
+            if segment.begins_sequence:
+                lengths.append(0)
+            lengths[-1] += len(segment.ids)
+        return lengths
+
+    @property
     def length(self) -> int:
         """Sampled tokens."""
         return len(self.response_ids)
@@ -132,7 +151,7 @@ def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 FACTS = np.dtype(
     [
         ("row", "<i4"),
-        ("num_tokens", "<i4"),  # prompt included
+        ("num_tokens", "<i4"),  # of all sequences, prompt included
         ("length", "<i4"),  # sampled tokens
         ("truncated", "?"),  # cut at the token limit
         ("version", "<i8"),  # see `Rollout.version`; that of each segment goes with the tokens

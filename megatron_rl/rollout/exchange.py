@@ -22,9 +22,8 @@ from megatron_rl.runtime.distributed import ProcessGrid
 # Id, log-prob, author; prompts stay where they are: every rank has them. Sampled tokens have rewards too, all tokens experts.
 BYTES_PER_TOKEN = 9
 _BYTES_PER_REWARD = 4
-_AUTHORS = np.iinfo(
-    np.uint8
-).max  # 0: not sampled; 1: by the oldest weights that drew a part of the rollout; 2: one step newer
+_BEGINS = np.iinfo(np.uint8).max  # not sampled, and a further sequence begins with it
+_AUTHORS = _BEGINS - 1  # 0: not sampled; 1: by the oldest weights that drew a part of the rollout; 2: one step newer
 _ALIGNMENT = 4  # bytes, of a rollout in a message
 Need = tuple[Sequence[int], Sequence[int]]
 """Ranks, and the rows that each of them needs."""
@@ -138,6 +137,8 @@ def flatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> None:
         views.ids[begin:end] = segment.ids
         views.log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
         views.authors[begin:end] = author
+        if segment.begins_sequence:
+            views.authors[begin] = _BEGINS
     if rollouts.token_weights:
         views.rewards[:] = rollout.token_rewards
     if rollouts.experts is not None:
@@ -150,11 +151,13 @@ def unflatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> Rollout:
     sample, oldest = rollouts.sample(row), int(rollouts.facts["version"][row])
     views = _views(rollouts, row, flat)
     segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-    cuts = 1 + np.flatnonzero(views.authors[1:] != views.authors[:-1])
-    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(views.authors)]):
-        author = int(views.authors[begin]) if end else 1  # an empty response was drawn
+    begins = views.authors == _BEGINS
+    authors = np.where(begins, 0, views.authors)
+    cuts = 1 + np.flatnonzero((authors[1:] != authors[:-1]) | begins[1:])
+    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(authors)]):
+        author = int(authors[begin]) if end else 1  # an empty response was drawn
         log_probs, version = (views.log_probs[begin:end], oldest + author - 1) if author else (None, 0)
-        segments.append(Segment(views.ids[begin:end], log_probs, version))
+        segments.append(Segment(views.ids[begin:end], log_probs, version, bool(end and begins[begin])))
     experts = None
     if rollouts.experts is not None:
         experts = np.frombuffer(views.experts, rollouts.experts, int(rollouts.facts["num_tokens"][row]))

@@ -28,6 +28,8 @@ from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch
 
+from .layouts import in_parts
+
 SHAPE = CreateModelConfig(
     layers=1,
     hidden_size=16,
@@ -40,6 +42,7 @@ SHAPE = CreateModelConfig(
     init_std=0.3,
 )
 GROUPS, GROUP_SIZE, LONGEST = 3, 3, 6
+PARTED = (1, 3, 4, 7, 8)  # rollouts of several sequences
 LOSSES = list(itertools.product(list_surrogates(), get_args(Aggregation), get_args(Ratio)))
 # Every loss, with changing estimators; every estimator with every weight (it may bring bounds of its own), with changing
 # rest. The loss alone goes through all of them in tests/algorithms/test_loss.py.
@@ -102,7 +105,8 @@ def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]
     actor.start_optimizer(config.actor.optimizer, 1)
     prompts, responses, shifts = make_rollouts()
     table = make_table(responses)
-    micro_batches = actor.micro_batches(TokenBatch.continuations(zip(prompts, responses, strict=True)))
+    batch = in_parts([*zip(prompts, responses, strict=True)], PARTED)
+    micro_batches = actor.micro_batches(batch)
     current = [log_probs for log_probs, _ in actor.log_probs(micro_batches, 1.0)]
     old = [log_probs - micro.concatenate(shifts) for micro, log_probs in zip(micro_batches, current, strict=True)]
     saved: dict[str, Any] = {"steps": {}}
@@ -125,9 +129,23 @@ def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]
         saved["rows"] = [micro.rows for micro in micro_batches]
         saved["jacobian"] = jacobian(actor, micro_batches)
         saved["log_probs"] = torch.cat(current)
+        saved["alone"] = one_by_one(actor, batch, saved["rows"])
     if grid.is_main:
         torch.save(saved, Path(root) / f"{name}.pt")
     parallel_state.destroy_model_parallel()
+
+
+def one_by_one(actor: Actor, batch: TokenBatch, rows: list[list[int]]) -> Tensor:
+    """Log-probs of the scored tokens of these entries, each of their sequences by itself in a micro-batch."""
+    found = []
+    for row in itertools.chain(*rows):
+        ends = np.cumsum(batch.parts.get(row, [batch.lengths[row]]))[:-1]
+        for tokens, mask in zip(
+            np.split(batch.tokens[row], ends), np.split(batch.loss_mask[row], ends), strict=True
+        ):
+            single = actor.micro_batches(TokenBatch([len(tokens)], {0: tokens}, {0: mask}))
+            found += [log_probs for log_probs, _ in actor.log_probs(single, 1.0)]
+    return torch.cat(found)
 
 
 def part_size(aggregation: str) -> Callable[[MicroBatch], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,17 +112,21 @@ def make_models(root: Path) -> None:
         tiny.write(root / f"model-{variant}", variant)
 
 
-def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool = False) -> TrainBatch:
+def make_batch(
+    seed: int = 0, groups: int = 6, group_size: int = 4, given: bool = False, parted: bool = False
+) -> TrainBatch:
     """Random rollouts of very different lengths, with advantages of both signs and engine log-probs that are off.
 
     Args:
         given: with experts that the engine chose, at random, too.
+        parted: every second rollout has two or three sequences.
     """
     rng = np.random.default_rng(seed)
     count = groups * group_size
     prompts = [rng.integers(2, 61, size=rng.integers(2, 12)) for _ in range(groups)]
     responses = [rng.integers(2, 61, size=rng.integers(1, 40)) for _ in range(count)]
-    sequences = TokenBatch.continuations((prompts[i // group_size], responses[i]) for i in range(count))
+    pairs = [(prompts[i // group_size], responses[i]) for i in range(count)]
+    sequences = in_parts(pairs, range(0, count, 2)) if parted else TokenBatch.continuations(pairs)
     if given:  # of 4 layers, 3 of 8 each: `tiny`'s
         scores = np.random.default_rng(seed).random((sum(sequences.lengths), 4, 8))
         ends = np.cumsum(sequences.lengths)
@@ -133,6 +138,24 @@ def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool 
         advantages=_spread(rng.normal(size=count), [len(ids) for ids in responses]),
         group=np.arange(count) // group_size,
     )
+
+
+def in_parts(pairs: Sequence[tuple[np.ndarray, np.ndarray]], rows: Iterable[int]) -> TokenBatch:
+    """Prompts and responses; those in `rows` as rollouts whose further sequences begin with the prompt and what was drawn
+    before, which is given, or with an other's prompt: the second with the one, the third with the other."""
+    lengths, tokens, masks, parts = list[int](), dict[int, np.ndarray](), dict[int, np.ndarray](), dict[int, list[int]]()
+    for row, (prompt, response) in enumerate(pairs):
+        pieces = np.array_split(response, min(3, len(response))) if row in set(rows) else [response]
+        contexts = [prompt, np.concatenate([prompt, pieces[0]]), pairs[row - 1][0]][: len(pieces)]
+        sequences = [np.concatenate(both) for both in zip(contexts, pieces, strict=True)]
+        drawn = [
+            np.arange(len(sequence)) >= len(context) for sequence, context in zip(sequences, contexts, strict=True)
+        ]
+        tokens[row], masks[row] = np.concatenate(sequences), np.concatenate(drawn)
+        lengths.append(len(tokens[row]))
+        if len(pieces) > 1:
+            parts[row] = [len(sequence) for sequence in sequences]
+    return TokenBatch(lengths, tokens, masks, parts=parts)
 
 
 def _spread(per_rollout: np.ndarray, lengths: list[int]) -> dict[int, np.ndarray]:
@@ -206,7 +229,7 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    batch = seeing_batch(folder) if layout.images or layout.deepstack else make_batch(given=layout.given)
+    batch = seeing_batch(folder) if layout.images or layout.deepstack else make_batch(given=layout.given, parted=True)
     if layout.dropped:
         batch.sequences.loss_mask[3][-1] = False
         for per_token in (batch.rollout_logprobs, batch.advantages):

@@ -84,6 +84,12 @@ def test_the_gradient_is_the_papers(one: dict[str, Any], aggregation: str, ratio
 
 
 @pytest.mark.ranks
+def test_a_rollouts_sequences_are_computed_as_if_alone(one: dict[str, Any]) -> None:
+    """So the Jacobian above is that of rollouts of one to three sequences, and each rollout counts once."""
+    assert (one["log_probs"] - one["alone"]).abs().max() < 1e-5
+
+
+@pytest.mark.ranks
 def test_ratios_leave_the_trust_region_on_all_sides(one: dict[str, Any]) -> None:
     """Otherwise all weights would be the same, and the test above would not see a wrong one."""
     for ratio in ("token", "sequence-product"):

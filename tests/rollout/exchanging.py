@@ -43,7 +43,8 @@ def whole(seed: int, sample: Sample, index: int) -> Rollout:
     for turn in range(rng.integers(1, 4)):
         size = int(rng.integers(turn == 0, 9))
         if turn and size and rng.integers(2):  # what a tool said
-            segments.append(Segment(rng.integers(0, 99, 2)))
+            parts = seed % 2 == 0 and bool(rng.integers(2))  # with experts a rollout has one sequence
+            segments.append(Segment(rng.integers(0, 99, 2), begins_sequence=parts))
         segments.append(Segment(rng.integers(0, 99, size), rng.normal(size=size).astype(np.float32), seed + turn % 2))
     rollout = Rollout(sample.id, index, segments, "length" if rng.integers(2) else "stop")
     kind = kind_of_experts(seed)
@@ -105,6 +106,7 @@ def every_layout(grid: ProcessGrid, folder: Path) -> None:
             np.testing.assert_array_equal(rollout.loss_mask, there.loss_mask)
             np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
             np.testing.assert_array_equal(versions_of(rollout), versions_of(there))
+            assert rollout.sequence_lengths == there.sequence_lengths
             if there.token_rewards is None:
                 assert rollout.token_rewards is None
             else:

@@ -35,6 +35,8 @@ def test_what_travels_of_a_rollout_is_its_own_whatever_lay_in_the_memory() -> No
         np.testing.assert_array_equal(flats[1][4 * size : 8 * size].view(np.float32), log_probs.astype(np.float32))
         again = unflatten(rollouts, row, flats[1])
         np.testing.assert_array_equal(again.tokens, rollouts.held[row].tokens)
+        assert again.sequence_lengths == rollouts.held[row].sequence_lengths
+    assert any(len(rollouts.held[row].sequence_lengths) > 1 for row in several)
 
 
 def test_a_reward_per_token_takes_four_bytes_of_each_response_token_and_versions_none() -> None:
@@ -43,9 +45,9 @@ def test_a_reward_per_token_takes_four_bytes_of_each_response_token_and_versions
     more = sizes_of(rollouts) - sizes_of(without)
     assert abs(more - 2 * 4 * rollouts.facts["length"]).max() < 4
     rollout = next(one for one in rollouts.held.values() if len(one.segments) == 3)
-    rollout.segments[2] = replace(rollout.segments[2], version=rollout.segments[1].version + 255)
+    rollout.segments[2] = replace(rollout.segments[2], version=rollout.segments[1].version + 254)
     row = int(rollout.sample_id) * exchanging.COUNT + rollout.index
-    with pytest.raises(ExchangeError, match="256 successive versions"):
+    with pytest.raises(ExchangeError, match="255 successive versions"):
         flatten(rollouts, row, np.zeros(sizes_of(rollouts)[row], dtype=np.uint8))
 
 
