@@ -284,7 +284,7 @@ def _positions(pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[in
 def _images(
     pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int], device: torch.device
 ) -> PackedImages | None:
-    """A group's rollouts share their prompt's images, which the tower then reads once. An entry with images has one sequence."""
+    """A group's rollouts share their prompt's images, which the tower then reads once. One with images has one sequence."""
     first: dict[PromptImages, int] = {}  # of each prompt's image tokens among those of all prompts
     slots, sources, start, count = list[np.ndarray](), list[np.ndarray](), 0, 0
     for piece, length in zip(pieces, lengths, strict=False):

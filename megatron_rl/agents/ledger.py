@@ -1,8 +1,13 @@
-"""One conversation's tokens: what the model was given and what it drew, in one sequence that is only appended to."""
+"""A rollout's tokens: what the model was given and what it drew, as a tree of turns.
+
+A conversation that goes on is appended to. One that asks again, or from an earlier turn, parts there; one that begins with
+other messages (another agent's, a summary in the place of what was said) is a root of its own. Each leaf is a sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -15,8 +20,8 @@ from megatron_rl.data.sample import Message, Sample
 from megatron_rl.tasks.tokenizing import Tools, as_chat
 
 _REMEDY = (
-    "a rollout is one sequence, so send what was sent before with the model's answers, and new messages behind; other "
-    "conversations, shortened histories and second answers to the same messages have no sequence of their own yet"
+    "send what was sent before with the model's answers, and new messages behind; a rollout may have other conversations, "
+    "shortened histories and second answers to the same messages as sequences of their own: agent.sequences says how many"
 )
 
 
@@ -29,59 +34,127 @@ class OtherPrompt(LedgerError):
 
 
 class Forked(LedgerError):
-    """A request that does not continue the conversation: it needs a sequence of its own."""
+    """A request that does not continue a conversation, where the rollout may have only one."""
+
+
+class TooManySequences(LedgerError):
+    """A request that needs a sequence more than the rollout may have."""
+
+
+@dataclass
+class _Node:
+    """A root, which has no turn yet, or a turn of the model with what was said between its parent and it.
+
+    Attributes:
+        given: int64 [tokens] before the turn, behind the parent's; a root's: all that its first turns are given.
+        drawn: None: a root.
+        messages: those of `given`, and the turn's.
+        place: numbers of the root and of the answers down to here, each counted among those to the same turn.
+        ended: the drawn token that ended the turn; None: it was cut, or nothing was drawn.
+    """
+
+    parent: _Node | None
+    given: np.ndarray
+    messages: list[Message]
+    tools: Tools
+    place: tuple[int, ...]
+    drawn: Segment | None = None
+    ended: int | None = None
+    is_cut: bool = False
+    answers: list[_Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[_Node]:
+        """The nodes from the root to here."""
+        path, node = [self], self.parent
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    @property
+    def history(self) -> list[Message]:
+        return [message for node in self.path for message in node.messages]
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for node in self.path for part in node.parts for i in part.ids.tolist()]
+
+    @property
+    def parts(self) -> list[Segment]:
+        return [Segment(self.given), *([] if self.drawn is None else [self.drawn])]
+
+    @property
+    def size(self) -> int:
+        """Tokens up to here."""
+        return sum(len(part.ids) for node in self.path for part in node.parts)
+
+
+@dataclass
+class _Request:
+    """One that has no answer. `root`: it begins one, which is recorded with its answer."""
+
+    parent: _Node
+    given: list[int]
+    messages: list[Message]  # behind the parent's
+    is_root: bool
 
 
 class Ledger:
-    """The tokens and messages of a rollout's conversation.
+    """The tokens and messages of a rollout's conversations.
 
     Args:
         sample: of a chat; its prompt is the first request, and its `prompt_ids` are that request's tokens.
+        sequences: the most that the rollout may have.
     """
 
-    def __init__(self, renderer: Renderer, sample: Sample) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Renderer, sample: Sample, sequences: int = 1) -> None:
+        self._renderer, self._sequences = renderer, sequences
         self._tools = cast(Tools, sample.metadata.get("tools"))
-        self._messages = read_messages(as_chat(sample.prompt))  # the prompt, or all up to the last recorded turn
-        self._segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-        self._pending: tuple[list[Message], list[int]] | None = None  # a request's messages, and what it appends
-        self._ended: int | None = None  # the drawn token that ended the last turn; None: it was cut
-        self.turns = 0
+        self._has_images = sample.images is not None
+        prompt = read_messages(as_chat(sample.prompt))
+        self._roots = [_Node(None, np.asarray(sample.prompt_ids, dtype=np.int64), prompt, self._tools, (0,))]
+        self._last = self._roots[0]  # the last recorded turn; before it, the prompt
+        self._pending: _Request | None = None
+        self._used = 0  # tokens of all sequences, without the first one's prompt
+        self.turns = 0  # of all sequences
 
     def request(self, messages: Sequence[Mapping[str, object]], tools: Tools) -> list[int]:
-        """Tokens to continue: all that are recorded, and those of the messages that are new.
+        """Tokens to continue: all that are recorded before it, and those of the messages that are new.
 
-        The same messages again, before they have an answer, are the same request.
+        It goes on from the turn that has most of its messages, of several such turns the last. The same messages again,
+        before they have an answer, are the same request.
 
         Raises:
             OtherPrompt: the first request is not the sample's prompt with its tools.
-            Forked: a later one does not begin with what is recorded, or adds nothing that the model may answer.
-            LedgerError: the chat template or the tokenizer refuses what is new, or it is more than text.
+            Forked: the rollout has one sequence, and this does not begin with what is recorded.
+            TooManySequences: it needs one more than the rollout may have.
+            LedgerError: it adds nothing that the model may answer, the chat template or the tokenizer refuses what is new, or
+                that is more than text.
         """
         with errors_named("", as_error=LedgerError):
             sent = read_messages(messages)
-        if self._pending is not None:
-            self._check_retry(sent, self._pending[0])
-        elif self.turns == 0:
+        if self.turns == 0:
             self._check_prompt(sent, tools)
-            self._pending = self._messages, []
+            self._pending = _Request(self._roots[0], [], [], False)
+        elif self._sequences == 1:
+            if self._pending is None or not self._repeats(sent):
+                self._pending = self._following(self._last, self._added(sent, tools))
         else:
-            new = self._added(sent, tools)
-            whole = [*self._messages, *new]
-            with errors_named("", as_error=LedgerError):
-                appended = self._renderer.following(whole, len(self._messages), self._tools, self._ended)
-            self._pending = whole, appended
-        return self._recorded + self._pending[1]
+            self._pending = self._parted(sent, tools)
+        return [*self._pending.parent.ids, *self._pending.given]
 
     def request_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """These tokens, which are all that are recorded, and new ones behind. The new ones' text is a message of the user's.
+        """These tokens, which are all up to the last recorded turn, and new ones behind. The new ones' text is a message of
+        the user's.
 
         Raises:
             OtherPrompt: the first request is not the sample's prompt.
             Forked: a later one does not begin with what is recorded, or adds nothing.
         """
-        recorded = self._recorded
-        known = recorded + (self._pending[1] if self._pending else [])
+        waiting = self._pending
+        recorded = (waiting.parent if waiting else self._last).ids
+        known = recorded + (waiting.given if waiting else [])
         if [*tokens[: len(known)]] != known:
             pairs = enumerate(zip(tokens, known, strict=False))
             places = (f"token_ids[{i}] is {theirs}, and was {ours}" for i, (theirs, ours) in pairs if theirs != ours)
@@ -90,7 +163,7 @@ class Ledger:
         new = [*tokens[len(known) :]]
         if unknown := [token for token in new if not 0 <= token < self._renderer.tokens]:
             raise LedgerError(f"token_ids has {unknown[0]}, and the tokenizer's are 0 to {self._renderer.tokens - 1}")
-        if self._pending is not None:
+        if waiting is not None:
             if new:
                 raise Forked(f"a request came while another had no answer: it has {len(new)} tokens more")
         elif self.turns == 0:
@@ -98,17 +171,13 @@ class Ledger:
                 raise OtherPrompt(
                     f"the first request has {len(new)} tokens behind the sample's prompt; send the prompt"
                 )
-            self._pending = self._messages, []
+            self._pending = waiting = _Request(self._last, [], [], False)
         elif not new:
             raise Forked("the request has no token behind the model's last turn")
         else:
             said: Message = {"role": "user", "content": self._renderer.tokenizer.decode(new)}
-            self._pending = [*self._messages, said], new
-        return recorded + self._pending[1]
-
-    @property
-    def _recorded(self) -> list[int]:
-        return [i for segment in self._segments for i in segment.ids.tolist()]
+            self._pending = waiting = _Request(self._last, new, [said], False)
+        return recorded + waiting.given
 
     def count(self, messages: Sequence[Mapping[str, object]], tools: Tools) -> int:
         """Tokens of messages as the template writes them, whatever is recorded."""
@@ -122,42 +191,152 @@ class Ledger:
         """The answer to the request: drawn tokens, the log-prob of each (None: unknown), and the message made of them."""
         if self._pending is None:
             raise ValueError("there is no request to record an answer to")
-        messages, appended = self._pending
-        if appended:
-            self._segments.append(Segment(np.asarray(appended, dtype=np.int64)))
         values = np.full(len(ids), np.nan) if logprobs is None else np.asarray(logprobs)
         if len(values) != len(ids):
             raise ValueError(f"{len(ids)} tokens were drawn, and {len(values)} have a log-prob")
-        self._segments.append(Segment(np.asarray(ids, dtype=np.int64), values.astype(np.float32), version))
-        self._messages = [*messages, *read_messages([message])]
-        self._ended = int(ids[-1]) if len(ids) and finish_reason != "length" else None
+        request, self._used = self._pending, self._used + self._cost(self._pending) + len(ids)
+        if request.is_root:
+            self._roots.append(request.parent)
+        parent = request.parent
+        self._last = _Node(
+            parent,
+            np.asarray(request.given, dtype=np.int64),
+            [*request.messages, *read_messages([message])],
+            parent.tools,
+            self.place,
+            Segment(np.asarray(ids, dtype=np.int64), values.astype(np.float32), version),
+            int(ids[-1]) if len(ids) and finish_reason != "length" else None,
+            finish_reason == "length",
+        )
+        parent.answers.append(self._last)
         self._pending, self.turns = None, self.turns + 1
 
     @property
     def segments(self) -> list[Segment]:
-        """The prompt, and turn by turn what was appended (no log-probs) and what was drawn; a request that has no answer is
-        not among them."""
-        return list(self._segments)
+        """What the model was given (no log-probs) and what it drew, turn by turn, in each sequence. A turn that several
+        sequences share is drawn in the first of them, and given in the others, as what begins them. A request that has no
+        answer is not among them."""
+        if not self.turns:
+            return [Segment(self._roots[0].given)]
+        segments, seen = list[Segment](), set[int]()
+        for leaf in self._leaves:
+            given = [part.ids for node in leaf.path if id(node) in seen for part in node.parts]
+            new = [node for node in leaf.path if id(node) not in seen]
+            seen |= {id(node) for node in new}
+            parts = [part for node in new for part in node.parts if len(part.ids) or part.logprobs is not None]
+            if segments:
+                while parts and parts[0].logprobs is None:
+                    given.append(parts.pop(0).ids)
+                segments.append(Segment(np.concatenate(given), begins_sequence=True))
+            segments += parts
+        return segments
 
     @property
     def messages(self) -> list[Message]:
         """The conversation up to the last recorded turn; before it, the prompt."""
-        return list(self._messages)
+        return self._last.history
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """The conversation of each sequence, in the order of `segments`."""
+        return [leaf.history for leaf in self._leaves]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last turn of a sequence was cut."""
+        return any(leaf.is_cut for leaf in self._leaves)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the pending request's answer is in the tree: the number of its root, and of the answers down to it. All
+        are 0 in a conversation that only goes on."""
+        assert self._pending is not None
+        parent = self._pending.parent
+        return *parent.place, len(parent.answers)
 
     def room(self, limit: int) -> int:
-        """Tokens that may still be drawn where `limit` may follow the prompt in all."""
-        waiting = len(self._pending[1]) if self._pending else 0
-        return max(0, limit - sum(len(segment.ids) for segment in self._segments[1:]) - waiting)
+        """Tokens that may still be drawn where all sequences may have `limit` without the first one's prompt."""
+        return max(0, limit - self._used - (self._cost(self._pending) if self._pending else 0))
 
+    # ------------------------------------------------------------------------------------------------------ the tree
+    @property
+    def _leaves(self) -> list[_Node]:
+        """The last turns of the sequences: roots and answers in the order in which they were asked for."""
+        leaves, open_ = list[_Node](), self._roots[::-1]
+        while open_:
+            node = open_.pop()
+            open_ += node.answers[::-1]
+            if not node.answers:
+                leaves.append(node)
+        return leaves
+
+    def _is_new_sequence(self, request: _Request) -> bool:
+        """Whether the answer to it is not behind a leaf."""
+        return bool(self.turns) and (request.is_root or bool(request.parent.answers))
+
+    def _cost(self, request: _Request) -> int:
+        """Tokens that it adds to all sequences: a new one begins with a copy of what it shares."""
+        return len(request.given) + (request.parent.size if self._is_new_sequence(request) else 0)
+
+    def _parted(self, sent: list[Message], tools: Tools) -> _Request:
+        """The request, from the node that has most of its messages, or as a new root."""
+        if not sent or sent[-1]["role"] == "assistant":
+            raise LedgerError("the request has no message behind the model's last turn; send one that it may answer")
+        node = max(self._matching(sent, tools), key=lambda found: (found[1], found[2]), default=None)
+        if node is None:
+            request = self._root(sent, tools)
+        else:
+            parent, count, _ = node
+            request = self._following(parent, sent[count:])
+        if self._is_new_sequence(request) and len(self._leaves) >= self._sequences:
+            raise TooManySequences(f"the rollout has had its {self._sequences} sequences")
+        if self._is_new_sequence(request) and self._has_images:
+            raise Forked("the prompt has images, and a rollout about it has one sequence yet; go on with what was said")
+        return request
+
+    def _matching(self, sent: list[Message], tools: Tools) -> Iterator[tuple[_Node, int, int]]:
+        """Yields nodes that a request goes on from, how many of its messages each has, and their order."""
+        open_, number = [(root, 0) for root in self._roots if same_tools(tools, root.tools)], 0
+        while open_:
+            node, begin = open_.pop(0)
+            end, number = begin + len(node.messages), number + 1
+            if len(sent) < end or _first_difference(sent[begin:end], node.messages) is not None:
+                continue
+            open_ += [(answer, end) for answer in node.answers]
+            if node.drawn is not None or end == len(sent):
+                yield node, end, number
+
+    def _following(self, parent: _Node, new: list[Message]) -> _Request:
+        for i, message in enumerate(new, len(parent.history)):
+            if not isinstance(message["content"], str):
+                raise LedgerError(f"messages[{i}] has more than text; only a prompt may have images yet")
+        given = list[int]()
+        if parent.drawn is not None:
+            history = parent.history
+            with errors_named("", as_error=LedgerError):
+                given = self._renderer.following([*history, *new], len(history), parent.tools, parent.ended)
+        return _Request(parent, given, new, False)
+
+    def _root(self, sent: list[Message], tools: Tools) -> _Request:
+        for i, message in enumerate(sent):
+            if not isinstance(message["content"], str):
+                raise LedgerError(f"messages[{i}] has more than text; only a prompt may have images yet")
+        with errors_named("", as_error=LedgerError):
+            ids = self._renderer.whole(sent, tools)
+        root = _Node(None, np.asarray(ids, dtype=np.int64), sent, tools, (len(self._roots),))
+        return _Request(root, [], [], True)
+
+    # ------------------------------------------------------------------------------------------------------ one sequence
     def _check_prompt(self, sent: Sequence[Message], tools: Tools) -> None:
-        if (where := _first_difference(sent, self._messages)) is not None:
+        prompt = self._roots[0].messages
+        if (where := _first_difference(sent, prompt)) is not None:
             raise OtherPrompt(
                 f"the first request is not the sample's prompt: {where}; send `task.prompt` as it is, and write what an "
                 "agent adds (a system prompt, say) into the task's prompts"
             )
-        if len(sent) > len(self._messages):
+        if len(sent) > len(prompt):
             raise OtherPrompt(
-                f"the first request has {len(sent)} messages, and the sample's prompt {len(self._messages)}; send "
+                f"the first request has {len(sent)} messages, and the sample's prompt {len(prompt)}; send "
                 "`task.prompt` as it is"
             )
         if not same_tools(tools, self._tools):
@@ -166,28 +345,29 @@ class Ledger:
                 "otherwise; send `task.tools`, and give the task's prompts the tools of the agent"
             )
 
-    def _check_retry(self, sent: Sequence[Message], pending: Sequence[Message]) -> None:
+    def _repeats(self, sent: Sequence[Message]) -> bool:
+        """True: the request is the pending one. Raises Forked where it is another."""
+        assert self._pending is not None
+        pending = [*self._pending.parent.history, *self._pending.messages]
         where = _first_difference(sent, pending)
         if where is None and len(sent) == len(pending):
-            return
+            return True
         said = where or f"it has {len(sent)} messages, and the other {len(pending)}"
         raise Forked(f"a request came while another had no answer: {said}; await one answer before the next request")
 
-    def _added(self, sent: Sequence[Message], tools: Tools) -> Sequence[Message]:
+    def _added(self, sent: Sequence[Message], tools: Tools) -> list[Message]:
         """The messages behind those that are recorded."""
-        recorded = self._messages
+        recorded = self.messages
         if (where := _first_difference(sent, recorded)) is not None:
             raise Forked(f"the request does not go on with the conversation: {where}; {_REMEDY}")
         if not same_tools(tools, self._tools):
             raise Forked(f"the tools are not those of the first request ({_names(self._tools)}); send them with each")
-        new = sent[len(recorded) :]
+        new = list(sent[len(recorded) :])
         if not new:
             raise Forked(f"the request has no message behind the model's last turn; {_REMEDY}")
         for i, message in enumerate(new, len(recorded)):
             if message["role"] == "assistant":
                 raise Forked(f"messages[{i}] is the assistant's, and the model did not write it; {_REMEDY}")
-            if not isinstance(message["content"], str):
-                raise LedgerError(f"messages[{i}] has more than text; only a prompt may have images yet")
         return new
 
 

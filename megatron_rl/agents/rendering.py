@@ -54,6 +54,18 @@ class Renderer:
         """The prompt's tokens, with the beginning of the model's turn: those that a task's prompts have."""
         return encode([self._text(messages, tools)], self.tokenizer)[0]
 
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of messages whoever wrote them, with the beginning of the model's turn. Their text is text, as in
+        `following`.
+
+        Raises:
+            ValueError: the template refuses the messages, or the tokenizer lacks a character.
+        """
+        safe, word_of, _ = self._guard(messages, tools)
+        text = self._text(list(map(self._as_read, safe)), tools)
+        words = {word: token for token, word in word_of.items() if word in text}
+        return self._plain_text.encode(text, words) if words else encode([text], self.tokenizer)[0]
+
     def following(self, messages: Sequence[Message], count: int, tools: Tools, ended: int | None) -> list[int]:
         """The tokens behind the policy's turn `messages[count - 1]`: the end of the turn, the messages from `count` on, and
         the beginning of the next turn.
@@ -133,12 +145,7 @@ class Renderer:
 
     def _behind(self, messages: Sequence[Message], count: int, tools: Tools) -> tuple[str, dict[str, str]]:
         """The template's text behind a turn, and the words in it that stand for tokens' texts in messages."""
-        written = "\n".join([*_strings(messages), str(self.tokenizer.chat_template), json.dumps(tools, default=str)])
-        mark, *words = _words(written, 1 + len(self._guarded))
-        word_of = dict(zip(self._guarded, words, strict=True))
-        safe = [
-            cast(Message, _with_strings(message, lambda text: replace_words(text, word_of))) for message in messages
-        ]
+        safe, word_of, mark = self._guard(messages, tools)
         turn = safe[count - 1]
         marked = [*map(self._as_read, safe[: count - 1]), self._marked(turn, mark), *map(self._as_read, safe[count:])]
         behind = _after(self._text(marked, tools), mark)
@@ -150,6 +157,16 @@ class Renderer:
                 )
             behind = behind[len(closers) :]
         return behind, {word: token for token, word in word_of.items() if word in behind}
+
+    def _guard(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], dict[str, str], str]:
+        """The messages with words in the place of tokens' texts, the words by token, and a word more."""
+        written = "\n".join([*_strings(messages), str(self.tokenizer.chat_template), json.dumps(tools, default=str)])
+        mark, *words = _words(written, 1 + len(self._guarded))
+        word_of = dict(zip(self._guarded, words, strict=True))
+        safe = [
+            cast(Message, _with_strings(message, lambda text: replace_words(text, word_of))) for message in messages
+        ]
+        return safe, word_of, mark
 
     def _marked(self, turn: Message, mark: str) -> Message:
         """The turn with `mark` in the place of what comes last in it."""

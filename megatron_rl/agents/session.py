@@ -10,13 +10,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 
 from megatron_rl.agents.agent_rewards import rewards_of
 from megatron_rl.agents.failures import FailedBy, InfrastructureFailed, ModelFailed
-from megatron_rl.agents.ledger import Ledger, LedgerError
+from megatron_rl.agents.ledger import Ledger, LedgerError, TooManySequences
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply, turn_text
@@ -71,6 +71,12 @@ class Opening:
 
     def turn_seed(self, turn: int) -> int:
         return rollout_seed(self.seed, self.step, self.sample.id, self.index, turn)
+
+    def seed_of(self, place: Sequence[int]) -> int:
+        """The seed of the turn at a place of the ledger's tree; of a conversation that only goes on that of its number."""
+        if not any(place):
+            return self.turn_seed(len(place) - 2)
+        return rollout_seed(self.seed, self.step, self.sample.id, self.index, place=place)
 
 
 class Patience:
@@ -131,7 +137,7 @@ class Session:
         ask: Callable[[Request], None],
     ) -> None:
         self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
-        self.ledger = Ledger(renderer, opening.sample)
+        self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences)
         self.failure: ModelFailed | None = None  # the first limit that the policy reached
         self.no_answer: str | None = None  # why the last request has none
         self.is_closed = False
@@ -185,7 +191,7 @@ class Session:
         if self._under_way is not None:
             if question != self._under_way.question:
                 raise RefusedTurn(
-                    "a request of this session is under way, and this is another one: a rollout is one sequence, so ask "
+                    "a request of this session is under way, and this is another one: limits count the turns before, so ask "
                     "one turn at a time",
                     "forked",
                 )
@@ -251,6 +257,8 @@ class Session:
         opening, turn = self.opening, self.ledger.turns
         try:
             tokens = asked()
+        except TooManySequences as error:
+            self._limit("sequence_limit", f"{error} ({opening.key}.agent.sequences)")
         except LedgerError as error:
             raise RefusedTurn(str(error), "forked") from error
         except ValueError as error:  # the template, or the tokenizer
@@ -265,11 +273,11 @@ class Session:
                 f"the conversation has used its {opening.sampling.max_tokens} tokens behind the prompt (rollout.max_tokens)",
             )
         room = min(limit for limit in (room, opening.agent.turn_tokens, most) if limit is not None)
-        seed = opening.turn_seed(turn) if opening.sampling.temperature > 0 else None
+        seed = opening.seed_of(self.ledger.place) if opening.sampling.temperature > 0 else None
         sampling = Sampling(opening.sampling.temperature, opening.sampling.top_p, room)
         return Request(opening.name, tokens, sampling, seed, images=opening.sample.images)
 
-    def _limit(self, code: str, text: str) -> None:
+    def _limit(self, code: str, text: str) -> NoReturn:
         self.failure = self.failure or ModelFailed(text)
         raise RefusedTurn(text, code)
 
@@ -325,11 +333,14 @@ class Session:
             Segment(np.asarray(opening.sample.prompt_ids, dtype=np.int64)),
             Segment(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), opening.version),
         ]
+        conversations = [] if lost else self.ledger.conversations
+        is_cut = self._finish_reason == "length" or (len(conversations) > 1 and self.ledger.is_cut)
         return Rollout(
             opening.sample.id,
             opening.index,
             none_drawn if lost else self.ledger.segments,
-            "stop" if lost else self._finish_reason,
+            "length" if is_cut and not lost else "stop",
+            conversations=conversations if len(conversations) > 1 else [],
             messages=opening.messages if lost or not self.ledger.turns else self.ledger.messages,
             last_turn="" if lost else self._text,
             agent_rewards=rewards,

@@ -71,6 +71,7 @@ class AgentConfig(Section):
     )
     max_turns: Count = key(8, "turns of the policy; `rollout.max_tokens` limits all that follows the prompt")
     turn_tokens: Tokens | None = key(None, "new tokens of a turn; null: as many as the rollout has left")
+    sequences: Count = key(1, "the most that a rollout may have ([several sequences](agents.md#several-sequences))")
     seconds: Annotated[float, Field(ge=0.01, le=1e6)] = key(
         120.0, "a conversation's wait for its agent, over all turns; the policy's own time does not count"
     )

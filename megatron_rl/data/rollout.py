@@ -111,6 +111,22 @@ class Rollout:
         return lengths
 
     @property
+    def spoken(self) -> list[tuple[list[Message], dict[int, int]]]:
+        """The messages of each sequence of a conversation, and sampled tokens of those that the policy wrote in it, by index.
+        What an earlier sequence has drawn, or was written by others, has none."""
+        drawn = list[list[int]]([[]])
+        for segment in self.segments:
+            if segment.begins_sequence:
+                drawn.append([])
+            if segment.logprobs is not None:
+                drawn[-1].append(len(segment.ids))
+        spoken = []
+        for messages, lengths in zip(self.conversations or [self.messages], drawn, strict=True):
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            spoken.append((messages, dict(zip(turns[-len(lengths) :], lengths, strict=False))))
+        return spoken
+
+    @property
     def length(self) -> int:
         """Sampled tokens."""
         return len(self.response_ids)

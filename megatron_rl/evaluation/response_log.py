@@ -131,8 +131,12 @@ def discard(folder: Path) -> None:
 
 def _conversation(rollout: Rollout) -> dict[str, object]:
     return {
-        "segments": [[segment.ids.tolist(), segment.logprobs is not None] for segment in rollout.segments[1:]],
+        "segments": [
+            [segment.ids.tolist(), segment.logprobs is not None, segment.begins_sequence]
+            for segment in rollout.segments[1:]
+        ],
         "messages": rollout.messages,
+        "conversations": rollout.conversations,
         "last_turn": rollout.last_turn,
         "agent_rewards": {name: None if math.isnan(value) else value for name, value in rollout.agent_rewards.items()},
         "failed_by": rollout.failed_by,
@@ -145,9 +149,9 @@ def _rollout(sample: Sample, row: Mapping[str, Any]) -> Rollout:
     if "segments" not in row:
         return Rollout.single_turn(sample, index, row["response_ids"], ending)
     segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-    for ids, drawn in row["segments"]:
+    for ids, drawn, begins_sequence in row["segments"]:
         unknown = np.full(len(ids), np.nan, dtype=np.float32) if drawn else None
-        segments.append(Segment(np.asarray(ids, dtype=np.int64), unknown))
+        segments.append(Segment(np.asarray(ids, dtype=np.int64), unknown, begins_sequence=begins_sequence))
     rewards = {name: math.nan if value is None else value for name, value in row["agent_rewards"].items()}
     return Rollout(
         sample.id,
@@ -155,6 +159,7 @@ def _rollout(sample: Sample, row: Mapping[str, Any]) -> Rollout:
         segments,
         ending,
         messages=row["messages"],
+        conversations=row["conversations"],
         last_turn=row["last_turn"],
         agent_rewards=rewards,
         failed_by=row["failed_by"],

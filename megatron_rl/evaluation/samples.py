@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.data.images import PromptImages, fingerprint, open_image
 from megatron_rl.data.rollout import Rollout
-from megatron_rl.data.sample import Sample
+from megatron_rl.data.sample import Message, Sample
 from megatron_rl.runtime import disk
 from megatron_rl.tasks.tokenizing import as_chat
 
@@ -52,16 +52,27 @@ def write_samples(
 
 
 def conversation_of(sample: Sample, rollout: Rollout) -> dict[str, object]:
-    """`conversation`, the messages after the prompt, `turn_tokens`, of the policy's among them, and who broke it off:
-    `failed_by`; nothing of a response."""
+    """`conversation`, the messages after the prompt, `turn_tokens`, of the assistant's among them, and who broke it off:
+    `failed_by`; nothing of a response.
+
+    Of several sequences those of each, behind a message of the role `sequence`; of tokens that were not sampled in it, 0.
+    """
     turns = [segment for segment in rollout.segments if segment.logprobs is not None]
     if not rollout.is_conversation:
         return {}
-    return {
-        "conversation": rollout.messages[len(as_chat(sample.prompt)) :],
-        "turn_tokens": [len(turn.ids) for turn in turns],
-        **({} if rollout.failed_by is None else {"failed_by": rollout.failed_by}),
-    }
+    failed = {} if rollout.failed_by is None else {"failed_by": rollout.failed_by}
+    begin = len(as_chat(sample.prompt))
+    if not rollout.conversations:
+        return {"conversation": rollout.messages[begin:], "turn_tokens": [len(turn.ids) for turn in turns], **failed}
+    shown, tokens = list[Message](), list[int]()
+    for number, (messages, lengths) in enumerate(rollout.spoken, start=1):
+        begin = begin if number == 1 else 0
+        if number > 1:
+            shown.append({"role": "sequence", "content": str(number)})
+        shown += messages[begin:]
+        own = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
+        tokens += [lengths.get(i, 0) for i in own]
+    return {"conversation": shown, "turn_tokens": tokens, **failed}
 
 
 def write_responses(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_rl.agents.registry import check_agents
+from megatron_rl.agents.registry import agent_tasks, check_agents
 from megatron_rl.base.messages import errors_named
 from megatron_rl.base.shipped import find_recipe, missing
 from megatron_rl.config import Config, ConfigError, Machine, check
@@ -51,6 +51,7 @@ def _checked(config: Config, command: str, machine: Machine, model: HFConfig | N
         rewards = check_rewards(config.rewards) if command != "reward-model" else {}
         check_agents(config)
         _check_readers(config, rewards)
+        _check_sequences(config, rewards)
         _check_first_samples(config, command, rewards)
     return config
 
@@ -81,6 +82,19 @@ def _check_readers(config: Config, rewards: Mapping[str, Reward]) -> None:
                 f"no reward says whether a response to `tasks.eval.{task}` is right: {', '.join(of_task)} has a number per "
                 "token; add one with a number per rollout, with weight 0 where it is the evaluation's only"
             )
+
+
+def _check_sequences(config: Config, rewards: Mapping[str, Reward]) -> None:
+    """ValueError where a reward per token would get a rollout of several sequences: it reads the tokens of one."""
+    for key, task in agent_tasks(config).items():
+        for name, reward in rewards.items():
+            only, task_name = config.rewards[name].tasks, key.rpartition(".")[2]
+            of_task = key.startswith("tasks.train.") and (only is None or task_name in only)
+            if task.agent is not None and task.agent.sequences > 1 and reward.per_token and of_task:
+                raise ValueError(
+                    f"{key}.agent.sequences is {task.agent.sequences}, and rewards.{name} gives a number to each token of "
+                    f"one sequence; set it to 1, or list other tasks in rewards.{name}.tasks"
+                )
 
 
 def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Reward]) -> None:

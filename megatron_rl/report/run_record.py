@@ -25,7 +25,8 @@ class RolloutRow(TypedDict):
     prompt: str | list[dict[str, object]]
     images: NotRequired[list[str]]  # of the prompt: files in `samples/images`
     response: str  # of a conversation the last turn
-    conversation: NotRequired[list[dict[str, object]]]  # the messages after the prompt, where there are several turns
+    # Of several turns: the messages after the prompt; of several sequences, each behind a message of the role `sequence`.
+    conversation: NotRequired[list[dict[str, object]]]
     turn_tokens: NotRequired[list[int]]  # of each of its assistant's messages
     failed_by: NotRequired[str]  # who broke it off: model | infrastructure
     answer: object

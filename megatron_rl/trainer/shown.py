@@ -36,14 +36,15 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     fetched = [received[row] for row in rows if grid.is_main]
     for row, rollout in zip(rows, fetched, strict=False):  # elsewhere nothing was fetched
         if row in conversations:
-            rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by = conversations[row]
+            rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by, others = conversations[row]
+            rollout.conversations = others
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):
         rollout.rewards = rollouts.rewards_of(row)
     return fetched
 
 
-_Conversation: TypeAlias = tuple[list[Message], str | None, Mapping[str, float], FailedBy | None]
+_Conversation: TypeAlias = tuple[list[Message], str | None, Mapping[str, float], FailedBy | None, list[list[Message]]]
 
 
 def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, _Conversation]:
@@ -53,8 +54,8 @@ def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -
         return {}
     here = {row: rollouts.held[row] for row in wanted if rollouts.facts["source"][row] == grid.rank}
     share = {
-        row: (rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by)
-        for row, rollout in here.items()
+        row: (one.messages, one.last_turn, one.agent_rewards, one.failed_by, one.conversations)
+        for row, one in here.items()
     }
     parts = grid.gather(share) if grid.world > 1 else [share]
     return {row: conversation for part in parts for row, conversation in part.items()}

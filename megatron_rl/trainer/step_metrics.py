@@ -14,7 +14,6 @@ from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.distributed import ProcessGrid
-from megatron_rl.tasks.tokenizing import as_chat
 
 
 def reward_metrics(table: RewardTable, rollouts: Rollouts) -> dict[str, float]:
@@ -81,6 +80,7 @@ def conversation_metrics(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, flo
         "conversation/failed_model": total["failed"] / number,
         "conversation/turns": sum(total[f"turn {turn}"] for turn in range(1, longest + 1)) / number,
         "conversation/turns_max": float(longest),
+        "conversation/sequences": total["sequences"] / number,
         "conversation/environment_tokens": total["environment tokens"] / number,
         "conversation/tool_calls": total["calls"] / number,
     }
@@ -100,11 +100,13 @@ def _count(counts: Counter[str], sample: Sample, rollout: Rollout) -> None:
     counts["failed"] += rollout.failed_by == "model"
     counts["environment tokens"] += rollout.num_tokens - len(rollout.prompt_ids) - rollout.length
     listed = tool_names(sample)
-    for message in rollout.messages[len(as_chat(sample.prompt)) :]:
-        for call in cast(list[Any], message.get("tool_calls") or []):
-            name = call["function"]["name"]
-            counts["calls"] += 1
-            counts[f"call {name if name in listed else 'unlisted'}"] += 1
+    counts["sequences"] += max(1, len(rollout.conversations))
+    for messages, turns_of in rollout.spoken:
+        for message in (messages[i] for i in turns_of):
+            for call in cast(list[Any], message.get("tool_calls") or []):
+                name = call["function"]["name"]
+                counts["calls"] += 1
+                counts[f"call {name if name in listed else 'unlisted'}"] += 1
 
 
 def tool_names(sample: Sample) -> set[str]:

@@ -143,7 +143,12 @@ def make_batch(
 def in_parts(pairs: Sequence[tuple[np.ndarray, np.ndarray]], rows: Iterable[int]) -> TokenBatch:
     """Prompts and responses; those in `rows` as rollouts whose further sequences begin with the prompt and what was drawn
     before, which is given, or with an other's prompt: the second with the one, the third with the other."""
-    lengths, tokens, masks, parts = list[int](), dict[int, np.ndarray](), dict[int, np.ndarray](), dict[int, list[int]]()
+    lengths, tokens, masks, parts = (
+        list[int](),
+        dict[int, np.ndarray](),
+        dict[int, np.ndarray](),
+        dict[int, list[int]](),
+    )
     for row, (prompt, response) in enumerate(pairs):
         pieces = np.array_split(response, min(3, len(response))) if row in set(rows) else [response]
         contexts = [prompt, np.concatenate([prompt, pieces[0]]), pairs[row - 1][0]][: len(pieces)]

@@ -270,3 +270,31 @@ def program(script: str, dialects: tuple[str, ...] = ()) -> Any:
         return None if more else float(out)
 
     return run
+
+
+def parting(latency: int = 0) -> Any:
+    """Two turns, another second turn, another first, and then another conversation, of two turns, about their answers."""
+
+    async def run(model: Any, task: Any) -> float:
+        draw = random.Random(latency)
+
+        async def ask(messages: list[Any]) -> Any:
+            try:
+                reply = await model.chat.completions.create(model="policy", messages=messages)
+            except openai.APIStatusError as error:
+                SAID.append(f"{error.code}: {error}")
+                raise
+            await asyncio.sleep(draw.choice([0.0, 0.001, 0.01]) if latency else 0.0)
+            return reply.choices[0].message.to_dict()
+
+        prompt = list(task["prompt"])
+        first = await ask(prompt)
+        further = [*prompt, first, {"role": "user", "content": "go on"}]
+        answers = [await ask(further), await ask(further), await ask(prompt)]
+        about = " or ".join(str(answer["content"]) for answer in answers)
+        other = [{"role": "user", "content": f"which? {about}"}]
+        choice = await ask(other)
+        last = await ask([*other, choice, {"role": "user", "content": "sure?"}])
+        return float(len(last["content"] or ""))
+
+    return run
