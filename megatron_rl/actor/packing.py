@@ -212,8 +212,8 @@ def pack(
     multiple = math.lcm(multiple * cp, cp_chunks)
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
-    pieces = _pieces(rows, batch)
-    for local, row, part in pieces:
+    sequences = _sequences(rows, batch)
+    for local, row, part in sequences:
         length, scored = part.stop - part.start, np.flatnonzero(batch.loss_mask[row][part])
         tokens += [batch.tokens[row][part], np.zeros(-length % cp_chunks, dtype=np.int64)]
         predictors.append(start + scored - batch.shift)
@@ -239,19 +239,19 @@ def pack(
     return MicroBatch(
         rows=list(rows),
         tokens=tensor(join(tokens)[here]),
-        positions=tensor(np.concatenate(_positions(pieces, batch, lengths), axis=-1)[..., here]),
+        positions=tensor(np.concatenate(_positions(sequences, batch, lengths), axis=-1)[..., here]),
         offsets=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
         longest=max(lengths),
         predictors=tensor(predictor[predicted_here]),
         own=tensor(predicted_here),
         targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
-        experts=_experts(pieces, batch, lengths)[here] if batch.experts and rows else None,
-        images=_images(pieces, batch, lengths, device),
+        experts=_experts(sequences, batch, lengths)[here] if batch.experts and rows else None,
+        images=_images(sequences, batch, lengths, device),
     )
 
 
-class _Piece(NamedTuple):
+class _Sequence(NamedTuple):
     """One sequence of an entry."""
 
     local: int  # index of the entry in the micro-batch
@@ -259,36 +259,38 @@ class _Piece(NamedTuple):
     part: slice  # of the entry's tokens
 
 
-def _pieces(rows: Sequence[int], batch: TokenBatch) -> list[_Piece]:
-    pieces = []
+def _sequences(rows: Sequence[int], batch: TokenBatch) -> list[_Sequence]:
+    sequences = []
     for local, row in enumerate(rows):
         end = 0
-        for length in batch.parts.get(row, (batch.lengths[row],)):
-            pieces.append(_Piece(local, row, slice(end, end + length)))
+        for length in batch.sequence_lengths.get(row, (batch.lengths[row],)):
+            sequences.append(_Sequence(local, row, slice(end, end + length)))
             end += length
-    return pieces
+    return sequences
 
 
-def _positions(pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
+def _positions(sequences: Sequence[_Sequence], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
     """Positions of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
     plain = [np.arange(length) for length in lengths]
-    if not batch.images.keys() & {piece.row for piece in pieces}:
+    if not batch.images.keys() & {sequence.row for sequence in sequences}:
         return plain
     placed = [
-        batch.images[piece.row].positions(length) if piece.row in batch.images else np.tile(np.arange(length), (3, 1))
-        for piece, length in zip(pieces, lengths, strict=False)
+        batch.images[sequence.row].positions(length)
+        if sequence.row in batch.images
+        else np.tile(np.arange(length), (3, 1))
+        for sequence, length in zip(sequences, lengths, strict=False)
     ]
-    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(pieces) :])]
+    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(sequences) :])]
 
 
 def _images(
-    pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int], device: torch.device
+    sequences: Sequence[_Sequence], batch: TokenBatch, lengths: Sequence[int], device: torch.device
 ) -> PackedImages | None:
     """A group's rollouts share their prompt's images, which the tower then reads once. One with images has one sequence."""
     first: dict[PromptImages, int] = {}  # of each prompt's image tokens among those of all prompts
     slots, sources, start, count = list[np.ndarray](), list[np.ndarray](), 0, 0
-    for piece, length in zip(pieces, lengths, strict=False):
-        if (images := batch.images.get(piece.row)) is not None:
+    for sequence, length in zip(sequences, lengths, strict=False):
+        if (images := batch.images.get(sequence.row)) is not None:
             places = images.slots
             if images not in first:
                 first[images] = count
@@ -302,17 +304,17 @@ def _images(
     return PackedImages(list(first), *flat)
 
 
-def _experts(pieces: Sequence[_Piece], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
+def _experts(sequences: Sequence[_Sequence], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
     """Returns the experts of all tokens of a micro-batch, [tokens, layers, experts per token]; padding takes other tokens'.
 
     Args:
         lengths: of each sequence, padded, and of padding behind them.
     """
     experts = []
-    for piece, length in zip(pieces, lengths, strict=False):
-        whole, tokens = batch.experts[piece.row], batch.lengths[piece.row]
+    for sequence, length in zip(sequences, lengths, strict=False):
+        whole, tokens = batch.experts[sequence.row], batch.lengths[sequence.row]
         if len(whole) != tokens:
-            raise ValueError(f"sequence {piece.row} has {tokens} tokens, and experts of {len(whole)}")
-        own = whole[piece.part]
+            raise ValueError(f"sequence {sequence.row} has {tokens} tokens, and experts of {len(whole)}")
+        own = whole[sequence.part]
         experts.append(np.resize(own, (length, *own.shape[1:])))
     return np.resize(np.concatenate(experts), (sum(lengths), *experts[0].shape[1:]))

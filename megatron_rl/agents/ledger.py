@@ -220,14 +220,14 @@ class Ledger:
             return [Segment(self._roots[0].given)]
         segments, seen = list[Segment](), set[int]()
         for leaf in self._leaves:
-            given = [part.ids for node in leaf.path if id(node) in seen for part in node.parts]
+            shared = [part.ids for node in leaf.path if id(node) in seen for part in node.parts]
             new = [node for node in leaf.path if id(node) not in seen]
             seen |= {id(node) for node in new}
             parts = [part for node in new for part in node.parts if len(part.ids) or part.logprobs is not None]
             if segments:
                 while parts and parts[0].logprobs is None:
-                    given.append(parts.pop(0).ids)
-                segments.append(Segment(np.concatenate(given), begins_sequence=True))
+                    shared.append(parts.pop(0).ids)
+                segments.append(Segment(np.concatenate(shared), begins_sequence=True))
             segments += parts
         return segments
 

@@ -76,7 +76,7 @@ class Opening:
         """The seed of the turn at a place of the ledger's tree; of a conversation that only goes on that of its number."""
         if not any(place):
             return self.turn_seed(len(place) - 2)
-        return rollout_seed(self.seed, self.step, self.sample.id, self.index, place=place)
+        return rollout_seed(self.seed, self.step, self.sample.id, self.index, tree_place=place)
 
 
 class Patience:

@@ -16,8 +16,8 @@ from megatron_rl.data.sample import Sample
 class TokenBatch:
     """Sequences of tokens, and which of these the actor scores or trains on: the same for RL, SFT and the sync check.
 
-    A rollout is one entry, also where it has several sequences (`parts`): they are computed in one micro-batch, where each
-    attends to itself only, and the loss sees the rollout as one.
+    A rollout is one entry, also where it has several sequences (`sequence_lengths`): they are computed in one micro-batch,
+    where each attends to itself only, and the loss sees the rollout as one.
     """
 
     lengths: Sequence[int]  # of every entry, in tokens
@@ -26,7 +26,9 @@ class TokenBatch:
     experts: Mapping[int, np.ndarray] = field(default_factory=dict)  # see `Rollout.experts`; {}: not replayed
     shift: int = 1  # a scored token's output is that of the token so many before it; 0: its own, a reward model's
     images: Mapping[int, PromptImages] = field(default_factory=dict)  # of sequences that begin with such a prompt
-    parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # tokens of each sequence, of entries with several
+    sequence_lengths: Mapping[int, Sequence[int]] = field(
+        default_factory=dict
+    )  # tokens of each sequence, of entries with several
 
     @classmethod
     def of(
@@ -34,14 +36,14 @@ class TokenBatch:
     ) -> TokenBatch:
         """Whole rollouts; their sampled tokens are scored. `rollouts`: those that this rank computes on; `samples`: of
         their prompts, where these may have images."""
-        parts = {row: rollout.sequence_lengths for row, rollout in rollouts.items()}
+        lengths_of = {row: rollout.sequence_lengths for row, rollout in rollouts.items()}
         return cls(
             lengths,
             {row: rollout.tokens for row, rollout in rollouts.items()},
             {row: rollout.loss_mask for row, rollout in rollouts.items()},
             {row: rollout.experts for row, rollout in rollouts.items() if rollout.experts is not None},
             images={row: sample.images for row, sample in (samples or {}).items() if sample.images is not None},
-            parts={row: lengths for row, lengths in parts.items() if len(lengths) > 1},
+            sequence_lengths={row: lengths for row, lengths in lengths_of.items() if len(lengths) > 1},
         )
 
     @classmethod

@@ -16,12 +16,14 @@ class Sampling:
     max_tokens: int
 
 
-def rollout_seed(seed: int, step: int, sample_id: str, index: int, turn: int = 0, place: Sequence[int] = ()) -> int:
+def rollout_seed(
+    seed: int, step: int, sample_id: str, index: int, turn: int = 0, tree_place: Sequence[int] = ()
+) -> int:
     """The seed of one turn of a rollout: a function of what it is, not of where, when or with what it is sampled.
 
     Args:
-        place: of a turn in a conversation that has parted, instead of its number.
+        tree_place: of a turn in a conversation that has parted, instead of its number.
     """
-    where = ".".join(map(str, place)) or str(turn or "")
+    where = ".".join(map(str, tree_place)) or str(turn or "")
     key = "/".join([f"{seed}/{step}/{sample_id}/{index}", *([where] if where else [])]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # vLLM takes signed 64-bit seeds

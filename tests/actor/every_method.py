@@ -139,7 +139,7 @@ def one_by_one(actor: Actor, batch: TokenBatch, rows: list[list[int]]) -> Tensor
     """Log-probs of the scored tokens of these entries, each of their sequences by itself in a micro-batch."""
     found = []
     for row in itertools.chain(*rows):
-        ends = np.cumsum(batch.parts.get(row, [batch.lengths[row]]))[:-1]
+        ends = np.cumsum(batch.sequence_lengths.get(row, [batch.lengths[row]]))[:-1]
         for tokens, mask in zip(np.split(batch.tokens[row], ends), np.split(batch.loss_mask[row], ends), strict=True):
             single = actor.micro_batches(TokenBatch([len(tokens)], {0: tokens}, {0: mask}))
             found += [log_probs for log_probs, _ in actor.log_probs(single, 1.0)]

@@ -160,7 +160,7 @@ def in_parts(pairs: Sequence[tuple[np.ndarray, np.ndarray]], rows: Iterable[int]
         lengths.append(len(tokens[row]))
         if len(pieces) > 1:
             parts[row] = [len(sequence) for sequence in sequences]
-    return TokenBatch(lengths, tokens, masks, parts=parts)
+    return TokenBatch(lengths, tokens, masks, sequence_lengths=parts)
 
 
 def _spread(per_rollout: np.ndarray, lengths: list[int]) -> dict[int, np.ndarray]:
