@@ -213,7 +213,7 @@ class Ledger:
 
     @property
     def segments(self) -> list[Segment]:
-        """What the model was given (no log-probs) and what it drew, turn by turn, in each sequence. A turn that several
+        """Returns what the model was given (no log-probs) and drew, turn by turn, sequence by sequence. A turn that several
         sequences share is drawn in the first of them, and given in the others, as what begins them. A request that has no
         answer is not among them."""
         if not self.turns:
