@@ -197,6 +197,33 @@ def test_of_several_turns_only_the_sampled_tokens_are_scored() -> None:
     assert micro.concatenate({0: drawn[0], 1: rollout.logprobs}).tolist() == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3])
 
 
+def test_a_rollouts_sequences_are_packed_by_themselves_and_count_as_one() -> None:
+    """The second begins with what the first has drawn, which is given there."""
+    drawn = [np.array([0.1, 0.2], dtype=np.float32), np.array([0.3], dtype=np.float32)]
+    segments = [
+        Segment(np.array([11, 12])),
+        Segment(np.array([21, 22]), drawn[0]),
+        Segment(np.array([11, 12, 21, 22, 31]), begins_sequence=True),
+        Segment(np.array([41]), drawn[1]),
+    ]
+    rollout, other = Rollout("t/0", 0, segments, "stop"), Rollout("t/1", 0, segments[:2], "stop")
+    assert rollout.sequence_lengths == [4, 6]
+    batch = TokenBatch.of([4, 10], {0: other, 1: rollout})
+    micro = pack([1, 0], batch, CPU)
+    assert micro.offsets.tolist() == [0, 4, 10, 14]
+    assert micro.longest == 6
+    assert micro.positions.tolist() == [*range(4), *range(6), *range(4)]
+    assert micro.targets.tolist() == [21, 22, 41, 21, 22]
+    assert micro.tokens[micro.predictors].tolist() == [12, 21, 31, 12, 21]
+    assert micro.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    halves = [pack([1, 0], batch, CPU, cp=2, cp_rank=rank) for rank in (0, 1)]
+    assert halves[0].offsets.tolist() == [0, 4, 12, 16]  # each is padded by itself
+    assert sorted(torch.cat([half.own for half in halves]).tolist()) == list(range(5))
+    for half in halves:
+        wanted = micro.tokens[micro.predictors][half.own]
+        assert torch.equal(half.tokens[half.predictors], wanted)
+
+
 def test_experts_are_those_of_the_same_tokens_and_padding_has_some_too() -> None:
     batch = batch_of(*sequences([(2, 3), (1, 2)]))
     experts = np.arange(8 * 2, dtype=np.uint8).reshape(8, 2, 1)  # of 5 and 3 tokens, 2 layers, one each

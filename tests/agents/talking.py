@@ -291,7 +291,8 @@ def parting(latency: int = 0) -> Any:
         first = await ask(prompt)
         further = [*prompt, first, {"role": "user", "content": "go on"}]
         answers = [await ask(further), await ask(further), await ask(prompt)]
-        about = " or ".join(str(answer["content"]) for answer in answers)
+        # Letters only: the tokenizer knows no text of a special token.
+        about = " or ".join("".join(filter(str.islower, str(answer["content"]))) for answer in answers)
         other = [{"role": "user", "content": f"which? {about}"}]
         choice = await ask(other)
         last = await ask([*other, choice, {"role": "user", "content": "sure?"}])
