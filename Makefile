@@ -6,6 +6,7 @@
 # make gpu-lock: what it installs, resolved anew from requirements/gpu.in. make check-gpu-set: all of that, tried without a card.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 # make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
+# make agents-setup: verifiers and NeMo-Gym, whose environments can be trained in, an environment each in .venv-agents.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
 #   PYTHON       the interpreter for .venv, a Python 3.12: by default the one that uv finds (PATH, pyenv's, its own)
@@ -41,7 +42,7 @@ COMPILE := python -W ignore -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock check-gpu-set launch-setup eval-setup te-setup train test test-other-cpus newest fuzz lint bench bench-peers docs check-docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock check-gpu-set launch-setup eval-setup agents-setup te-setup train test test-other-cpus newest fuzz lint bench bench-peers docs check-docs clean
 
 setup: $(STAMP)
 
@@ -142,6 +143,15 @@ eval-setup: $(patsubst requirements/eval-%.txt,.venv-eval/%/.installed,$(wildcar
 	@$(call install-into,.venv-eval/$*,--no-deps -r $<)
 	@touch $@
 
+# For the agents `verifiers` and `nemo_gym` (docs/agents-gyms.md): their pins contradict each other and this package's.
+agents-setup: $(patsubst requirements/agents-%.txt,.venv-agents/%/.installed,$(wildcard requirements/agents-*.txt))
+
+.venv-agents/%/.installed: requirements/agents-%.txt | $(SET_UP_WITH)
+	@echo "setting up .venv-agents/$*"
+	@$(call environment,.venv-agents/$*)
+	@$(call install-into,.venv-agents/$*,--no-deps -r $<)
+	@touch $@
+
 # Not into .venv: Megatron-Core takes Transformer Engine's layers where it finds them.
 TE_STAMP := .te/.installed
 te-setup: $(TE_STAMP)
@@ -154,7 +164,7 @@ $(TE_STAMP): requirements/te-python.txt | $(STAMP)
 train: setup
 	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
 
-test: lint te-setup
+test: lint te-setup agents-setup
 	@$(BIN)/$(COMPILE) megatron_rl
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder)
 
@@ -164,12 +174,12 @@ CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS
 	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_ENABLE_INSTRUCTIONS=SSE4_2
 NUMERIC := $(addprefix tests/,launch e2e rewards recipes checkpoint te actor algorithms models rollout seams trainer)
 
-test-other-cpus: setup te-setup
+test-other-cpus: setup te-setup agents-setup
 	@failed=0; for kernels in $(CPUS); do echo "$$kernels"; \
 		env $$(echo $$kernels | tr , ' ') PYTHONPATH=$(CURDIR)/tests/other_cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 		$(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder $(NUMERIC)) || failed=1; done; exit $$failed
 
-newest: setup te-setup
+newest: setup te-setup agents-setup
 	@$(BIN)/python -m tools.newest $(ARGS)
 
 # Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
@@ -214,5 +224,5 @@ docs: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf .uv .venv .venv-launch .venv-eval .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .uv .venv .venv-launch .venv-eval .venv-agents .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

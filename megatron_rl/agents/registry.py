@@ -27,7 +27,9 @@ Factory: TypeAlias = Callable[..., RunAgent]
 
 _BUILT_IN: dict[str, str] = {  # name -> the module that registers it
     "gymnasium": "megatron_rl.agents.gymnasium_loop",
+    "nemo_gym": "megatron_rl.agents.gyms",
     "tools": "megatron_rl.agents.tool_loop",
+    "verifiers": "megatron_rl.agents.gyms",
 }
 _FACTORIES: dict[str, Factory] = {}
 

@@ -89,6 +89,8 @@ def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
     return {
         "row": row,
         "converses": rollouts.sample(row).agent is not None,
+        "id": rollout.sample_id,
+        "index": rollout.index,
         "tokens": rollout.tokens.tolist(),
         "mask": mask.tolist(),
         "logprobs": rollout.logprobs.tolist(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_rl.agents import guest
 from megatron_rl.config import Machine, load_recipe, to_yaml
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import TaskConfig
@@ -23,6 +26,9 @@ from tests.warm import run_ranks
 
 GROUP = 2
 BLOCK = 32  # tokens of vLLM's cache
+GYMS = {"verifiers": "verifiers", "nemo_gym": "nemo-gym"}  # agents and their environments
+PROGRAMS = Path(guest.__file__).with_name("guests")
+TASKSETS = Path(__file__).with_name("tasksets")
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -30,8 +36,51 @@ def agent(name: str, **keys: Any) -> dict[str, Any]:
     return {"name": f"tests.agents.talking:{name}", "max_turns": 4, "turn_tokens": 12, "seconds": 100.0, **keys}
 
 
-def recipe(folder: Path) -> Path:
-    """Prompts of four tasks: an agent in the process, programs that speak responses and messages, steps, and none."""
+def gym_tasks(folder: Path) -> dict[str, Any]:
+    """A taskset of verifiers and an example of NeMo-Gym's, a prompt each; `make agents-setup` makes what they run in."""
+    block = {
+        "taskset": {"id": "second_thoughts"},
+        "agent": {"harness": {"id": "in_process"}, "runtime": {"type": "subprocess"}},
+    }
+    server = "resources_servers/example_multi_turn_gymnasium"
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": "what is the capital?"}], "temperature": 0.3},
+        "follow_ups": ["how many live there?", "name one sight."],
+        "expected_answer": "e",
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    export("verifiers", json.dumps(block), str(folder / "verifiers.jsonl"), "--path", str(TASKSETS), "--size", "1")
+    export("nemo_gym", str(folder / "rows.jsonl"), str(folder / "nemo_gym.jsonl"))
+    params: dict[str, Any] = {
+        "verifiers": {"environment": block, "path": str(TASKSETS)},
+        "nemo_gym": {"config_paths": [f"{server}/configs/example_multi_turn_gymnasium.yaml"]},
+    }
+    return {
+        name: {
+            "source": "jsonl",
+            "path": str(folder / f"{name}.jsonl"),
+            "chat": True,
+            "agent": {"name": name, "params": params[name], "turn_tokens": 12, "seconds": 300.0},
+        }
+        for name in GYMS
+    }
+
+
+def export(name: str, *arguments: str) -> None:
+    python = guest.ENVIRONMENTS / GYMS[name] / "bin" / "python"
+    subprocess.run([str(python), str(PROGRAMS / f"run_{name}.py"), "export", *arguments], check=True, timeout=200)
+
+
+def gyms_missing() -> str | None:
+    """Why no gym can be tried here, in words; None: they can."""
+    if all((guest.ENVIRONMENTS / name / ".installed").exists() for name in GYMS.values()):
+        return None
+    return "the environments of verifiers and NeMo-Gym have not been made: run `make agents-setup`"
+
+
+def recipe(folder: Path, gyms: bool) -> Path:
+    """Prompts of four tasks: an agent in the process, programs that speak responses and messages, steps, and none. `gyms`:
+    and of two gyms."""
     create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
     create_model(folder / "model", create, 3)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
@@ -53,6 +102,8 @@ def recipe(folder: Path) -> Path:
     }
     tasks["walk"] = {"source": "gymnasium", "params": walk, "size": 1, "chat": True}
     tasks["walk"]["agent"] = {**agent(""), "name": "gymnasium", "params": walk}
+    if gyms:
+        tasks |= gym_tasks(folder)
     held_out = {**tasks["talk"], "path": str(folder / "held_out.jsonl")}
     (folder / "held_out.jsonl").write_text('{"prompt": "how are you?"}\n')
     recipe = {
@@ -65,6 +116,7 @@ def recipe(folder: Path) -> Path:
             "turns": {"reward": "agent", "tasks": ["outside"]},
             "walked": {"reward": "agent", "tasks": ["walk"]},
             "short": {"reward": "length", "params": {"limit": 12}},
+            **{name: {"reward": "agent", "tasks": [name]} for name in GYMS if gyms},
         },
         "rollout": {
             "group_size": GROUP,
@@ -74,7 +126,7 @@ def recipe(folder: Path) -> Path:
             "max_concurrent": 4,
         },
         "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 0.01}},
-        "trainer": {"steps": 1, "prompts_per_step": 6},
+        "trainer": {"steps": 1, "prompts_per_step": 8 if gyms else 6},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
         "checkpoint": {"every": 0},
@@ -87,14 +139,15 @@ def recipe(folder: Path) -> Path:
 class Ran:
     """What a run of two ranks has drawn, by row, and what it wrote."""
 
-    def __init__(self, folder: Path, tensor_parallel: int) -> None:
+    def __init__(self, folder: Path, tensor_parallel: int, gyms: bool = False) -> None:
         run_dir = folder / "run"
         run_dir.mkdir()
-        config = load_recipe(recipe(folder), [f"rollout.tensor_parallel={tensor_parallel}"])
+        config = load_recipe(recipe(folder, gyms), [f"rollout.tensor_parallel={tensor_parallel}"])
         (run_dir / "recipe.yaml").write_text(to_yaml(check_recipe(config, "train", Machine())))
         environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
         assert outcome.code == 0, outcome.message
+        self.prompts = 8 if gyms else 6
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
         self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
@@ -104,7 +157,9 @@ class Ran:
 
 @pytest.fixture(scope="session")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("of_two_ranks"), 2)
+    if (missing := gyms_missing()) is not None and "MEGATRON_RL_CI" in os.environ:
+        pytest.fail(missing)
+    return Ran(tmp_path_factory.mktemp("of_two_ranks"), 2, gyms=missing is None)
 
 
 @pytest.fixture(scope="session")
@@ -114,11 +169,11 @@ def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: Ran, two_engines: Ran) -> None:
     for ran in (of_two_ranks, two_engines):
-        assert sorted(ran.drawn) == [*range(6 * GROUP)]
+        assert sorted(ran.drawn) == [*range(ran.prompts * GROUP)]
         for record in ran.drawn.values():
             assert len(record["logprobs"]) == sum(record["mask"])
             assert np.abs(np.array(record["logprobs"]) - record["by_actor"]).max() < 2e-4
-    turns = [record["turns"] for record in of_two_ranks.drawn.values() if not walked(record)]
+    turns = [record["turns"] for _, record in sorted(two_engines.drawn.items()) if not walked(record)]
     assert turns.count(3) == 3 * GROUP
     assert turns.count(1) == 2 * GROUP
 
@@ -142,11 +197,31 @@ def test_an_environment_with_steps_is_played_and_its_rewards_are_summed(of_two_r
 
 
 def test_two_engines_draw_what_one_engine_draws(of_two_ranks: Ran, two_engines: Ran) -> None:
-    for row, record in of_two_ranks.drawn.items():
-        other = two_engines.drawn[row]
+    of_one = {(record["id"], record["index"]): record for record in of_two_ranks.drawn.values()}
+    for other in two_engines.drawn.values():
+        record = of_one[other["id"], other["index"]]
         for key in ("tokens", "mask", "messages", "failed_by", "rewards"):
             assert other[key] == record[key], key
         assert np.abs(np.array(other["logprobs"]) - record["logprobs"]).max() < 1e-4
+
+
+def test_a_verifiers_taskset_and_a_nemo_gym_server_train(of_two_ranks: Ran) -> None:
+    if (missing := gyms_missing()) is not None:
+        pytest.skip(missing)
+    asked = {"verifiers": ["are you sure?"], "nemo_gym": ["how many live there?", "name one sight."]}
+    for name, questions in asked.items():
+        records = [record for record in of_two_ranks.drawn.values() if record["id"] == f"{name}/0"]
+        assert len(records) == GROUP
+        for record in records:
+            assert record["failed_by"] is None
+            said = [message["content"] for message in record["messages"] if message["role"] == "user"]
+            assert said[1:] == questions
+            assert record["turns"] == len(questions) + 1
+            last = record["messages"][-1]["content"]
+            expected = 0.5 * ("a" in last) if name == "verifiers" else float("e" in last)
+            assert record["rewards"][name] == expected
+    [metrics] = [line for line in of_two_ranks.metrics if line.get("step") == 1]
+    assert {f"reward/{name}/mean" for name in GYMS} <= metrics.keys()
 
 
 def test_a_step_trains_on_the_conversations_and_writes_them(of_two_ranks: Ran) -> None:
