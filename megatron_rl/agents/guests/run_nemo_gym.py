@@ -3,8 +3,8 @@
     run_nemo_gym.py             serves the agent `nemo_gym`
     run_nemo_gym.py export ...  writes a dataset's prompts as JSON lines
 
-All servers of a configuration are in this one process, each on its port of the loopback interface (`ng_run` starts one process
-each). The model server is NeMo-Gym's for vLLM; it asks the conversation that a call belongs to, which a header says.
+All servers of a configuration are in this one process, each on its port of the loopback interface (`ng_run` starts a process
+for each). The model server is NeMo-Gym's for vLLM; it asks the conversation that a call belongs to, which a header says.
 """
 
 from __future__ import annotations
