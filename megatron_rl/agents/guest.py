@@ -188,4 +188,4 @@ def _kill_later(group: int) -> None:
 
 
 class GuestFailed(Exception):
-    """What a guest says of a conversation that failed. Where a limit of the policy came before it, the policy failed."""
+    """A conversation failed, as a guest says. Where a limit of the policy came before it, the policy failed."""

@@ -57,13 +57,13 @@ def _agent(environment: str, params: Mapping[str, object], key: str, column: str
     command = (str(interpreter(environment)), "-u", program)
 
     async def run(model: AsyncOpenAI, task: AgentTask) -> Verdict:
-        given = cast(Mapping[str, Any], task["metadata"]).get(column)
-        if given is None:
+        task_data = cast(Mapping[str, Any], task["metadata"]).get(column)
+        if task_data is None:
             raise ValueError(
                 f"the prompt has no {column!r}: write the task's prompts by "
                 f"`.venv-agents/{environment}/bin/python {program} export`"
             )
         guest = await the_guest(command, params)
-        return cast(Verdict, await guest.ask({key: given, "base_url": task.base_url, "api_key": task.api_key}))
+        return cast(Verdict, await guest.ask({key: task_data, "base_url": task.base_url, "api_key": task.api_key}))
 
     return run

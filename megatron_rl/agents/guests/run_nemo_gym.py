@@ -68,7 +68,7 @@ class PolicyModel(VLLMModel):
         return SESSIONS[session]
 
 
-class Server(uvicorn.Server):
+class GymServer(uvicorn.Server):
     """Leaves signals to the program."""
 
     @contextmanager
@@ -119,20 +119,20 @@ def servers(config: DictConfig) -> dict[str, tuple[str, str]]:
 def server_class(kind: str, folder: str, entrypoint: str) -> Any:
     """The class that a server's program runs."""
     roots = [Path.cwd(), nemo_gym.PARENT_DIR]
-    place = next(
+    source = next(
         (root / kind / folder / entrypoint for root in roots if (root / kind / folder / entrypoint).exists()), None
     )
-    if place is None:
+    if source is None:
         raise FileNotFoundError(f"there is no {kind}/{folder}/{entrypoint} below {' or '.join(map(str, roots))}")
-    sys.path.append(str(place.parent))
-    named = re.findall(r"^\s+(?:\w+ = )?(\w+)\.run_webserver\(\)", place.read_text(), re.MULTILINE)
+    sys.path.append(str(source.parent))
+    named = re.findall(r"^\s+(?:\w+ = )?(\w+)\.run_webserver\(\)", source.read_text(), re.MULTILINE)
     if not named:
-        raise ValueError(f"{place} runs no server: it has no line `….run_webserver()`")
-    return getattr(_module(place, f"{kind}.{folder}.{place.stem}"), named[0])
+        raise ValueError(f"{source} runs no server: it has no line `….run_webserver()`")
+    return getattr(_module(source, f"{kind}.{folder}.{source.stem}"), named[0])
 
 
-def _module(place: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, place)
+def _module(source: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -173,7 +173,7 @@ async def world(params: dict[str, Any]) -> AsyncIterator[pipe.Answer]:
         section = get_first_server_config_dict(config, name)
         listener = socket.create_server((section.host, section.port), backlog=1024)
         quiet = uvicorn.Config(app_of(name, kind, folder, config), log_level="warning", access_log=False)
-        running.append((Server(quiet), listener))
+        running.append((GymServer(quiet), listener))
     tasks = [asyncio.create_task(server.serve([listener])) for server, listener in running]
     client = Client(head_server_config=Client.load_head_server_config(), global_config_dict=config)
 
@@ -209,13 +209,13 @@ def row_of(line: str) -> dict[str, Any]:
     """A dataset's row as a prompt: the messages and tools of the model's first request, and the row."""
     row = json.loads(line)
     # What is drawn is drawn as the recipe says.
-    asked = {
+    request = {
         k: v
         for k, v in row["responses_create_params"].items()
         if k not in ("temperature", "top_p", "max_output_tokens", "model")
     }
     converter = VLLMConverter(return_token_id_information=False, uses_reasoning_parser=True)
-    parameters = NeMoGymResponseCreateParamsNonStreaming.model_validate(asked)
+    parameters = NeMoGymResponseCreateParamsNonStreaming.model_validate(request)
     first = converter.responses_to_chat_completion_create_params(parameters).model_dump(exclude_unset=True)
     tools = {"tools": first["tools"]} if first.get("tools") else {}
     for message in first["messages"]:
@@ -223,7 +223,7 @@ def row_of(line: str) -> dict[str, Any]:
     return {
         "prompt": list(first["messages"]),
         **tools,
-        "metadata": {"nemo_gym_row": {**row, "responses_create_params": asked}},
+        "metadata": {"nemo_gym_row": {**row, "responses_create_params": request}},
     }
 
 
@@ -238,8 +238,8 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=int, help="so many rows, the first ones")
     given = parser.parse_args(arguments)
-    place = Path(given.data) if Path(given.data).exists() else nemo_gym.PARENT_DIR / given.data
-    lines = [line for line in place.read_text().splitlines() if line.strip()][: given.size]
+    source = Path(given.data) if Path(given.data).exists() else nemo_gym.PARENT_DIR / given.data
+    lines = [line for line in source.read_text().splitlines() if line.strip()][: given.size]
     given.out.write_text("".join(json.dumps(row_of(line)) + "\n" for line in lines))
     print(f"{given.out}: {len(lines)} prompts")
 
