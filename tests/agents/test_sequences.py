@@ -44,7 +44,7 @@ class Told:
         """What was drawn."""
         self.asked.append(self.ledger.request(messages, tools))
         self.places.append(self.ledger.place)
-        ids = [100 + 2 * len(self.places), 101 + 2 * len(self.places), END]
+        ids = [10_000 + 2 * len(self.places), 10_001 + 2 * len(self.places), END]  # no text's
         self.ledger.record(ids, [-float(i) for i in ids], 7, "stop", said(answer))
         self.drawn += ids
         return ids
@@ -144,16 +144,19 @@ def test_limits_count_all_sequences_with_copies_of_what_they_share() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_of_random_trees_every_drawn_token_is_trained_on_once_behind_what_it_was_drawn_behind(seed: int) -> None:
     rng, told = random.Random(seed), Told(sequences=100)
-    had: list[list[Message]] = [[USER]]
+    had: list[tuple[list[Message], list[int]]] = [([USER], [])]  # and what was drawn in it
     behind: dict[tuple[int, ...], list[int]] = {}
     for turn in range(rng.randint(1, 12)):
-        messages = had[0] if turn == 0 else rng.choice(had)
+        messages, before = had[0] if turn == 0 else rng.choice(had)
         if turn and rng.random() < 0.2:
             messages = [OTHER, {"role": "user", "content": f"word {rng.randint(0, 2)}"}]
-            had.append(messages)
+            before = []
+            had.append((messages, before))
         drawn = told.ask(messages, f"answer {turn}")
         behind[tuple(drawn)] = told.asked[-1]
-        had.append([*messages, said(f"answer {turn}"), {"role": "user", "content": f"and {rng.randint(0, 1)}?"}])
+        further: list[Message] = [said(f"answer {turn}"), {"role": "user", "content": f"and {rng.randint(0, 1)}?"}]
+        had.append(([*messages, *further], [*before, *drawn]))
+        assert [i for i in told.asked[-1] if i in told.drawn and i != END] == [i for i in before if i != END]
     rollout, found = told.rollout, dict[tuple[int, ...], list[int]]()
     ends = np.cumsum(rollout.sequence_lengths)[:-1]
     for tokens, mask in zip(np.split(rollout.tokens, ends), np.split(rollout.loss_mask, ends), strict=True):
