@@ -46,6 +46,7 @@ from megatron_rl.seams.megatron import (
     tensors_of,
 )
 from megatron_rl.seams.transformer_engine import keep_rounded
+from megatron_rl.weights import checksum
 from megatron_rl.weights.adapters import add_adapters, begin_pass, dropping, switched_off
 from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.files import WeightSource
@@ -350,6 +351,11 @@ class Actor:
     def weights(self) -> dict[Key, Tensor]:
         """This rank's parameters and mapped buffers, by rule, layer and local expert."""
         return {weight.key: weight.parameter for weight in local_weights(self.chunks, self.model, self.parallel)}
+
+    def weights_digest(self) -> bytes:
+        """16 bytes that tell the bits of this rank's weights and adapters from others."""
+        own = [*self.weights().values()] if self.adapters is None else [p for c in self.chunks for p in c.parameters()]
+        return checksum.digest(tensor.dequantize() if is_float8tensor(tensor) else tensor for tensor in own)
 
     def shard_proof(self) -> ShardProof:
         """Compares full tensors under Hugging Face's names with this rank's own shards."""

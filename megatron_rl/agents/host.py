@@ -11,11 +11,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from megatron_rl.agents.failures import AgentsFailed
+from megatron_rl.agents.journal import Resumed, StepJournal, origin
 from megatron_rl.agents.registry import agent_tasks
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.session import Opening
@@ -38,7 +40,7 @@ class Conversations:
     """This rank's part in the conversations of its engine, whose ranks all make the same calls in the same order."""
 
     def __init__(self, config: Config, group: EngineGroup, tokenizer: Tokenizer) -> None:
-        self._seed, self._group, self._tokenizer = config.seed, group, tokenizer
+        self._config, self._seed, self._group, self._tokenizer = config, config.seed, group, tokenizer
         self._tasks: Mapping[str, tuple[str, TaskConfig]] = {
             key.rpartition(".")[2]: (key, task) for key, task in agent_tasks(config).items()
         }
@@ -46,13 +48,23 @@ class Conversations:
         self._open: dict[Name, Conversation] = {}
         self._read = Counter[str]()
         self._leader: AgentLeader | None = None
+        self._journal: StepJournal | None = None  # on the engine's first rank
         if group.is_leader:
             from megatron_rl.agents.leader import AgentLeader  # with openai's client, which other ranks do without
 
             self._leader = AgentLeader(tokenizer)
 
-    def episodes(self, sampling: Sampling, step: int, version: int) -> MakeEpisode:
-        """Conversations about the prompts of tasks with an agent, one response to any other. `version`: of the weights."""
+    def episodes(
+        self, sampling: Sampling, step: int, version: int, journal: tuple[Path, str] | None = None
+    ) -> MakeEpisode:
+        """Conversations about the prompts of tasks with an agent, one response to any other.
+
+        Args:
+            version: of the weights.
+            journal: the folder of the step's journals, and what tells the weights' bits from others; None: nothing is
+                recorded.
+        """
+        self._keep(journal, step, version)
         single = single_turn(sampling, self._seed, step)
 
         def make(sample: Sample, index: int) -> Episode:
@@ -71,7 +83,7 @@ class Conversations:
             key, task = self._tasks[opening.sample.agent or ""]
             if key not in self._renderers:
                 self._renderers[key] = Renderer(self._tokenizer, task.chat_params)
-            self._leader.start(opening, self._renderers[key])
+            self._leader.start(opening, self._renderers[key], self._journal)
 
     def answer(self, completion: Completion) -> None:
         self._read["tokens"] += len(completion.request.tokens)
@@ -115,6 +127,21 @@ class Conversations:
         del self._open[name]
         return name, what
 
+    def _keep(self, journal: tuple[Path, str] | None, step: int, version: int) -> None:
+        """Goes on with the step's journal, or begins it."""
+        if self._leader is None or (journal and self._journal and journal[0] == self._journal.folder):
+            return
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = None
+        if journal is not None:
+            folder, weights = journal
+            self._journal = StepJournal(folder, self._group.index, origin(self._config, step, version, weights))
+
+    def take_resumed(self) -> Resumed:
+        """Counts of what was found in journals since the last call; on the engine's first rank."""
+        return Resumed() if self._journal is None else self._journal.take_resumed()
+
     def take_lost(self) -> Counter[str]:
         """Why conversations of this engine were lost since the last call; on its first rank."""
         return Counter() if self._leader is None else self._leader.take_lost()
@@ -128,6 +155,8 @@ class Conversations:
     def close(self) -> None:
         if self._leader is not None:
             self._leader.close()
+        if self._journal is not None:
+            self._journal.close()
 
 
 class Conversation:

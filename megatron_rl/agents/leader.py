@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from megatron_rl.agents.endpoint import HttpServer, make_app
 from megatron_rl.agents.failures import AgentsFailed, FailedBy, InfrastructureFailed, ModelFailed
+from megatron_rl.agents.journal import ConversationJournal, StepJournal
 from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, make_agent
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.session import Opening, Patience, Session
@@ -58,13 +59,13 @@ class AgentLeader:
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------ called by the main thread
-    def start(self, opening: Opening, renderer: Renderer) -> None:
-        """Begins a conversation."""
+    def start(self, opening: Opening, renderer: Renderer, journal: StepJournal | None = None) -> None:
+        """Begins a conversation, or goes on with what the journal has of it."""
         if opening.key not in self._agents:
             self._agents[opening.key] = make_agent(opening.agent.name, **opening.agent.params), renderer
         with self._changed:
             self._at_work += 1
-        asyncio.run_coroutine_threadsafe(self._converse(opening), self._loop)
+        asyncio.run_coroutine_threadsafe(self._converse(opening, journal), self._loop)
 
     def answer(self, completion: Completion) -> None:
         """Hands the engine's answer to the conversation that asked."""
@@ -135,10 +136,11 @@ class AgentLeader:
             self._at_work -= 1
             self._changed.notify()
 
-    async def _converse(self, opening: Opening) -> None:
+    async def _converse(self, opening: Opening, journal: StepJournal | None) -> None:
         """A conversation from its first attempt to its rollout."""
         try:
-            rollout = await self._rollout(opening)
+            conversation_journal = ConversationJournal() if journal is None else journal.of(opening)
+            rollout = conversation_journal.rollout or await self._rollout(opening, conversation_journal)
         except Exception as error:  # of this package: the main thread raises it, which would wait for ever
             with self._changed:
                 self._error = AgentsFailed(f"{_label(opening)}: {type(error).__name__}: {error}")
@@ -146,25 +148,28 @@ class AgentLeader:
             raise
         self._arrive(opening.name, rollout)
 
-    async def _rollout(self, opening: Opening) -> Rollout:
+    async def _rollout(self, opening: Opening, conversation_journal: ConversationJournal) -> Rollout:
         patience, attempts = Patience(opening.agent.seconds), 0
         while True:
             attempts += 1
-            session = self._open(opening, patience)
+            session = self._open(opening, patience, conversation_journal)
             rewards, failed_by, reason = await self._attempt(session, patience)
             session.close()
             await session.idle()
             del self._sessions[session.name], self._of_rollout[opening.name]
             if failed_by != "infrastructure" or patience.left <= 0 or attempts == _ATTEMPTS:
                 break
+            conversation_journal.begin_again()
         self._count(opening, reason if failed_by == "infrastructure" else None, attempts)
-        return session.rollout(rewards, failed_by)
+        rollout = session.rollout(rewards, failed_by)
+        conversation_journal.keep_end(rollout)
+        return rollout
 
-    def _open(self, opening: Opening, patience: Patience) -> Session:
+    def _open(self, opening: Opening, patience: Patience, conversation_journal: ConversationJournal) -> Session:
         self._opened += 1
         ask = functools.partial(self._arrive, opening.name)
         renderer = self._agents[opening.key][1]
-        session = Session(f"{self._opened}", opening, renderer, self._tokenizer, patience, ask)
+        session = Session(f"{self._opened}", opening, renderer, self._tokenizer, patience, ask, conversation_journal)
         self._sessions[session.name] = self._of_rollout[opening.name] = session
         return session
 
@@ -220,7 +225,7 @@ class AgentLeader:
         items: dict[str, object] = {**opening.sample.as_mapping(), "prompt": opening.messages}
         items |= {"tools": opening.sample.metadata.get("tools"), "seed": opening.turn_seed(0)}
         address = functools.partial(self._address_of, session)
-        return AgentTask(items, address, session.api_key, session.given)
+        return AgentTask(items, address, session.api_key, session.given, session.journal.reply)
 
     def _address_of(self, session: Session) -> str:
         return f"{self._http.address()}/sessions/{session.name}/v1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import load_function
@@ -20,6 +20,7 @@ from megatron_rl.tasks.sources import SPLIT
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+T = TypeVar("T")
 Verdict: TypeAlias = float | Mapping[str, float] | None
 """A number, or one per column of the reward `agent`; None, or NaN in a column: none, other rewards decide."""
 RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
@@ -43,6 +44,7 @@ class AgentTask(dict[str, object]):
         api_key: the session's.
         posted_reward: an agent may await what a program posts to the session's `reward`, which is then the conversation's
             where the agent returns it or None.
+        reply: of the environment, by what was asked: `recorded`.
     """
 
     def __init__(
@@ -51,15 +53,31 @@ class AgentTask(dict[str, object]):
         address: Callable[[], str],
         api_key: str,
         posted_reward: Callable[[], Awaitable[Mapping[str, float]]],
+        reply: Callable[[object, Callable[[], Awaitable[Any]], bool], Awaitable[Any]],
     ) -> None:
         super().__init__(items)
-        self._address, self.api_key, self.posted_reward = address, api_key, posted_reward
+        self._address, self.api_key = address, api_key
+        self.posted_reward, self._reply = posted_reward, reply
 
     @property
     def base_url(self) -> str:
         """The session's address for programs, on this host's loopback. It ends in `/v1`, as OpenAI's clients take it;
         Anthropic's take it without. Nothing listens before an agent reads it."""
         return self._address()
+
+    async def recorded(self, asked: object, call: Callable[[], Awaitable[T]], again: bool = False) -> T:
+        """Calls, and keeps the result in the run's journal. A conversation that a kill interrupted gets what it gave then.
+
+        Args:
+            asked: what is asked for, such as a URL. The same again, in one attempt, gets the next reply.
+            call: gives a value of JSON's types.
+            again: a recorded call is made nevertheless, for what it changes; what it gives or raises then is not used.
+
+        Raises:
+            TypeError: `asked` or the value is no JSON.
+        """
+        made: T = await self._reply(asked, call, again)
+        return made
 
 
 def register_agent(name: str) -> Callable[[Factory], Factory]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_rl.agents.agent_rewards import rewards_of
 from megatron_rl.agents.failures import FailedBy, InfrastructureFailed, ModelFailed
+from megatron_rl.agents.journal import ConversationJournal
 from megatron_rl.agents.ledger import Ledger, LedgerError, TooManySequences
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.agents.rendering import Renderer
@@ -125,6 +126,7 @@ class Session:
 
     Args:
         ask: hands a request to the engine.
+        journal: the conversation's; None: nothing is recorded.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Session:
         tokenizer: Tokenizer,
         patience: Patience,
         ask: Callable[[Request], None],
+        journal: ConversationJournal | None = None,
     ) -> None:
         self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
         self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences)
@@ -142,6 +145,7 @@ class Session:
         self.no_answer: str | None = None  # why the last request has none
         self.is_closed = False
         self._tokenizer, self._patience, self._ask = tokenizer, patience, ask
+        self.journal = journal or ConversationJournal()
         self._under_way: _Turn | None = None
         self._last: tuple[object, PolicyTurn] | None = None
         self.replied: dict[str, list[Message]] = {}  # replies that a request may name, and what was said up to each
@@ -203,7 +207,10 @@ class Session:
         reply.add_done_callback(_retrieve)  # its agent may be gone
         self._under_way = _Turn(question, reads_calls, request.tokens, reply)
         self._patience.stand()
-        self._ask(request)
+        if (recorded := self.journal.turn(request)) is not None:
+            self.answer(recorded)
+        else:
+            self._ask(request)
         return await asyncio.shield(reply)
 
     def up_to(self, reply: str | None) -> list[Message]:
@@ -291,6 +298,7 @@ class Session:
         if self.is_closed:
             turn.reply.set_exception(_ended())
             return
+        self.journal.keep_turn(completion)
         number, ids, ending = self.ledger.turns, list(completion.ids), completion.finish_reason
         parser = self.opening.agent.parser if turn.reads_calls else "none"
         thinking = self._tokenizer.decode(turn.tokens[-_TAIL:]).rstrip().endswith(THINK)

@@ -75,7 +75,11 @@ def tools(
             for wanted in said.tool_calls:
                 assert wanted.type == "function"  # the session makes no others
                 name, arguments = wanted.function.name, json.loads(wanted.function.arguments)
-                text = await _reply(functools.partial(call, house.call, name, arguments), name, tool_seconds)
+                reply = functools.partial(
+                    _reply, functools.partial(call, house.call, name, arguments), name, tool_seconds
+                )
+                # Made again after a kill, for the environment is a new one and has to come to where it was.
+                text = await task.recorded([messages, wanted.id], reply, again=True)
                 messages.append({"role": "tool", "tool_call_id": wanted.id, "content": cut(text, longest_reply)})
 
     return run

@@ -3,6 +3,7 @@ Python files: rewards, sources of prompts and plugins of the user's own."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib
@@ -144,3 +145,21 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     if not callable(function := getattr(module, attribute, None)):
         raise ValueError(f"cannot load the {what} {name!r}: {module_name} has no function {attribute!r}")
     return function
+
+
+def source_digest(name: str) -> str | None:
+    """A digest of the Python file that `load_function` would take `name` from, without loading it; None where it is no such
+    name, or there is no file. What the file imports is not looked at."""
+    module_name, _, attribute = name.rpartition(":")
+    if not attribute.isidentifier():
+        return None
+    path: Path | None = None
+    if module_name.endswith(".py"):
+        path = shipped.find_file(Path(module_name).expanduser())
+    elif is_module_name(module_name):
+        with contextlib.suppress(ImportError, ValueError):  # a package above it is missing; a module without a spec
+            spec = importlib.util.find_spec(module_name)
+            path = None if spec is None or spec.origin is None else Path(spec.origin)
+    if path is None or not path.is_file():
+        return None
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()

@@ -36,6 +36,7 @@ COMMANDS = {
     "status": ("status", "what a run is doing, or why it stopped, and how to continue"),
     "report": ("report", "one page on a run, or several side by side: findings, curves, times, rollouts"),
     "compare": ("compare", "what other estimators and surrogates make of the rollouts that a run recorded"),
+    "replay": ("replay", "a recorded step's rewards again, without model, prompts and agents: what differs"),
     "inspect": ("inspect_checkpoint", "what a checkpoint holds, or how two differ"),
     "prove-resume": (
         "prove_resume",

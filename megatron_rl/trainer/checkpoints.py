@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import megatron_rl
+from megatron_rl.agents import journal
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.saver import SaveOutcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
@@ -106,6 +107,7 @@ class Checkpoints:
         is_own = folder.resolve().parent == self.root(state.warming_up).resolve()
         if self._grid.is_main:
             self._set_later_aside(state)
+            journal.drop(self.run_dir, state.step)
         self._identify(identity or (saved.get("run") if is_own else None) or secrets.token_hex(8))
         self._report.continue_from(state.stage_step, saved.get("metrics_bytes") if is_own else None, state.warming_up)
         self._saver_of(state.warming_up).last_step = state.stage_step if is_own else None
@@ -340,6 +342,8 @@ class Checkpoints:
         config, root, warm_ups = self.config.checkpoint, self.root(warm_up), self.root(True)
 
         def remove() -> None:
+            if not warm_up and (newest := store.newest(root)) is not None:
+                journal.drop(self.run_dir, int(newest.name.removeprefix("step_")))
             store.keep(root, config.keep, 0 if warm_up else config.keep_best, config.best)
             if not warm_up:  # RL has a checkpoint of its own
                 shutil.rmtree(warm_ups, ignore_errors=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.record import TokenLog, record_step
+from megatron_rl.trainer.record_texts import write_texts
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
 from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
@@ -109,6 +110,8 @@ def step(run: Run) -> None:
         details = remarks_of(sampler.scorer, sampler.tokenizer, rollouts.samples, shown, with_pieces=log is not None)
         run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
     if log is not None:
-        record_step(run.run_dir / "rollouts" / f"step_{number}.npz", run.grid, rollouts, table, estimate, log)
+        path = run.run_dir / "rollouts" / f"step_{number}.npz"
+        write_texts(path, run.grid, rollouts)
+        record_step(path, run.grid, rollouts, table, estimate, log)
     if snapshot is not None:
         run.checkpoints.submit(run.state, snapshot, metrics)

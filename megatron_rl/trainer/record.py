@@ -2,7 +2,7 @@
 
 `<run_dir>/rollouts/step_<n>.npz` has 8 bytes per rollout and reward, `step_<n>.tokens/<r>.npz` 16 bytes per token that
 data-parallel replica r was trained on. `read_step` puts them together; anything that reads NumPy reads them one by one. Texts
-are in `samples/`.
+are beside them (`record_texts`).
 """
 
 from __future__ import annotations

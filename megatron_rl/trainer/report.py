@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from torch import Tensor
 
+from megatron_rl.agents import journal
+from megatron_rl.agents.journal import Resumed
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
@@ -31,7 +33,7 @@ from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 _OUTPUTS = (
     *("metrics.jsonl", "evaluation.json", "report.html", "sft", "checkpoints", "samples", "rollouts", "tensorboard"),
-    *("reference", "export", "adapter", "responses", "harness", "wandb_id", "mlflow_id", "run_id"),
+    *("reference", "export", "adapter", "responses", "harness", "wandb_id", "mlflow_id", "run_id", journal.FOLDER),
 )
 
 
@@ -144,6 +146,11 @@ class Reporter:
         if lost:
             shown = "; ".join(f"{count} x {reason}" for reason, count in lost.most_common(3))
             self.warn(f"{lost.total()} conversations were lost and leave their groups: {shown}")
+
+    def resumed_conversations(self, step: int, resumed: Resumed) -> None:
+        """Says what was made of the journals of a step that an earlier start of the run had begun."""
+        if text := str(resumed):
+            self.note(f"conversations of step {step} in the journal: {text}")
 
     def begin(self, stage: str, done: int, total: int) -> None:
         """A stage of `total` steps, `done` of which are behind."""

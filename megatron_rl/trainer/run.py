@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.reward import RewardActor
+from megatron_rl.agents import journal
 from megatron_rl.agents.template_remarks import template_remarks
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
@@ -98,6 +100,9 @@ class Run:
         actor.offload()
         sampler.engine.wake("weights")
         self.sync.push()
+        if sampler.journal is not None:
+            digests = self.grid.all_gather(actor.weights_digest())
+            sampler.weights = hashlib.blake2b(b"".join(digests), digest_size=12).hexdigest()
         actor.offload_weights()
         sampler.engine.wake("cache")
         self.actor_has_device = False
@@ -166,11 +171,14 @@ def build_run(
     timer = StepTimer(report.phase)
     actor = (Actor if pairs is None else RewardActor)(config, grid, folder, open_weights(folder))
     learner = Learner(config, actor, algorithm, timer)
+    sampler = Sampler(config, grid, folder, tokenizer, prompts, scorer, report, timer)
+    if command == "train" and config.checkpoint.every and any(sample.agent is not None for sample in prompts.train):
+        sampler.journal = run_dir / journal.FOLDER
     return Run(
         config=config,
         run_dir=run_dir,
         grid=grid,
-        sampler=Sampler(config, grid, folder, tokenizer, prompts, scorer, report, timer),
+        sampler=sampler,
         learner=learner,
         checkpoints=Checkpoints(config, run_dir, grid, folder, learner, report, timer, ownership),
         report=report,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron_rl.agents.host import Conversations
+from megatron_rl.agents.journal import Resumed
 from megatron_rl.algorithms.shaping import groups_with_variance
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
@@ -58,6 +59,8 @@ class Sampler:
         self._engine: Engine | None = None  # until `use`
         self._conversations: Conversations | None = None  # until a prompt has an agent
         self._read = Counter[str]()  # see `Conversations.take_read`; of all engines, in the current step
+        self.journal: Path | None = None  # where training's conversations are recorded, to go on with after a kill
+        self.weights = ""  # tells the bits of the engine's weights from others, where there is a journal
 
     # ------------------------------------------------------------------------------------------------------ the engine
     def use(self, engine: Engine) -> None:
@@ -152,7 +155,7 @@ class Sampler:
         self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int, by_token: bool = False
     ) -> Rollouts:
         with self.timer("generate"):
-            rollouts = self.generate(samples, count, sampling, step, by_token=by_token)
+            rollouts = self.generate(samples, count, sampling, step, by_token=by_token, journaled=True)
         with self.timer("reward"):
             self.score(rollouts, by_token)
         return rollouts
@@ -167,6 +170,7 @@ class Sampler:
         on_drawn: Callable[[Rollout], None] | None = None,
         on_failed: Callable[[Failure], None] | None = None,
         by_token: bool = False,
+        journaled: bool = False,
     ) -> Rollouts:
         """`count` rollouts per sample; those of this rank's engine decoded.
 
@@ -177,6 +181,7 @@ class Sampler:
             on_drawn: called with each newly drawn rollout of this rank's engine.
             on_failed: as for `generate`.
             by_token: rewards per token start too.
+            journaled: conversations are recorded, and go on with what was recorded before a kill.
         """
         HEARTBEAT.samples = [sample.id for sample in samples]
         start_scoring = self._scoring_starter(samples, by_token)
@@ -189,7 +194,8 @@ class Sampler:
         conversations = self._conversations_about(samples)
         make_episode = single_turn(sampling, self.config.seed, step)
         if conversations is not None:
-            make_episode = conversations.episodes(sampling, step, self.engine.version)
+            journal = (self.journal / f"step_{step}", self.weights) if journaled and self.journal is not None else None
+            make_episode = conversations.episodes(sampling, step, self.engine.version, journal)
         rollouts = generate(
             self.engine,
             self._dispatcher,
@@ -203,9 +209,12 @@ class Sampler:
             None if conversations is None else conversations.poll,
         )
         if conversations is not None:
-            parts = self.grid.all_gather((conversations.take_lost(), conversations.take_read()))
-            self._report.lost_conversations([lost for lost, _ in parts])
-            self._read += sum((read for _, read in parts), Counter[str]())
+            parts = self.grid.all_gather(
+                (conversations.take_lost(), conversations.take_read(), conversations.take_resumed())
+            )
+            self._report.lost_conversations([lost for lost, _, _ in parts])
+            self._read += sum((read for _, read, _ in parts), Counter[str]())
+            self._report.resumed_conversations(step, sum((resumed for _, _, resumed in parts), Resumed()))
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         decode(self.tokenizer, [*rollouts.held.values()])

@@ -113,10 +113,15 @@ def hosted(config: Config, words: Any) -> Iterator[Conversations]:
 
 
 def conversed(
-    conversations: Conversations, prompts: Sequence[Sample], count: int = 2, engine: Any = None, tokens: int = 60
+    conversations: Conversations,
+    prompts: Sequence[Sample],
+    count: int = 2,
+    engine: Any = None,
+    tokens: int = 60,
+    journal: tuple[Path, str] | None = None,
 ) -> Rollouts:
     engine = engine or Arithmetic()
-    make = conversations.episodes(Sampling(1.0, 1.0, tokens), 5, engine.version)
+    make = conversations.episodes(Sampling(1.0, 1.0, tokens), 5, engine.version, journal)
     return generate(engine, dispatcher(), prompts, count, make, poll=conversations.poll)
 
 
@@ -148,14 +153,21 @@ async def turns(model: Any, task: Any, count: int, between: Callable[[int], Any]
     return messages[:-1]
 
 
-def patient(turns_each: int = 3, latency: int = 0) -> Any:
-    """`latency`: seed of how long it waits after each turn, 0: not at all."""
+def patient(turns_each: int = 3, latency: int = 0, longest: float = 0.0) -> Any:
+    """Waits after each turn.
+
+    Args:
+        latency: seed of how long, 0: not at all.
+        longest: seconds; 0: a few milliseconds.
+    """
 
     async def run(model: Any, task: Any) -> dict[str, float]:
         draw = random.Random(f"{latency + HURRY}/{task['seed']}")
 
         def wait(turn: int) -> Any:
-            return asyncio.sleep(draw.choice([0.0, 0.001, 0.004, 0.02])) if latency else None
+            if not latency:
+                return None
+            return asyncio.sleep(draw.uniform(0, longest) if longest else draw.choice([0.0, 0.001, 0.004, 0.02]))
 
         messages = await turns(model, task, turns_each, wait)
         of_task = float(task["seed"] % 1000)
@@ -297,5 +309,29 @@ def parting(latency: int = 0) -> Any:
         choice = await ask(other)
         last = await ask([*other, choice, {"role": "user", "content": "sure?"}])
         return float(len(last["content"] or ""))
+
+    return run
+
+
+SHOP: list[Any] = []
+"""What the customers of `moody` have asked so far."""
+
+
+def moody(turns_each: int = 3, recorded: bool = True, word: str = "and") -> Any:
+    """Asks a shop between two turns, which says something else the second time that it is asked the same."""
+
+    async def run(model: Any, task: Any) -> dict[str, float]:
+        messages = list(task["prompt"])
+
+        async def ask() -> list[object]:
+            key = task["seed"], len(messages)
+            SHOP.append(key)
+            return [len(messages) % 7, "once" if SHOP.count(key) == 1 else f"{SHOP.count(key)} times"]
+
+        for _ in range(turns_each):
+            reply = await model.chat.completions.create(model="policy", messages=messages)
+            said = await (task.recorded(messages, ask) if recorded else ask())
+            messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": f"{said[0]} {word} {said[1]}"}]
+        return {"reward": float(len(messages)), "once": sum("once" in str(message) for message in messages)}
 
     return run
