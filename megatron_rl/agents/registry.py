@@ -65,18 +65,18 @@ class AgentTask(dict[str, object]):
         Anthropic's take it without. Nothing listens before an agent reads it."""
         return self._address()
 
-    async def recorded(self, asked: object, call: Callable[[], Awaitable[T]], again: bool = False) -> T:
+    async def recorded(self, question: object, call: Callable[[], Awaitable[T]], again: bool = False) -> T:
         """Calls, and keeps the result in the run's journal. A conversation that a kill interrupted gets what it gave then.
 
         Args:
-            asked: what is asked for, such as a URL. The same again, in one attempt, gets the next reply.
+            question: what is asked for, such as a URL. The same again, in one attempt, gets the next reply.
             call: gives a value of JSON's types.
             again: a recorded call is made nevertheless, for what it changes; what it gives or raises then is not used.
 
         Raises:
-            TypeError: `asked` or the value is no JSON.
+            TypeError: `question` or the value is no JSON.
         """
-        made: T = await self._reply(asked, call, again)
+        made: T = await self._reply(question, call, again)
         return made
 
 
