@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # ranks are scripts
 
 
@@ -44,19 +46,20 @@ def main(run_dir: Path) -> None:
     found = run.sampler.take_counters()["conversation/prefix_hit_share"]
     share = {row: rollouts.held[row] for row in rollouts.held if grid.engine.is_leader}
     everything = {
-        row: tokens
-        for part in grid.all_gather({r: o.tokens.tolist() for r, o in share.items()})
-        for row, tokens in part.items()
+        (row, number): tokens
+        for part in grid.all_gather({r: sequences_of(o, o.tokens) for r, o in share.items()})
+        for row, sequences in part.items()
+        for number, tokens in enumerate(sequences)
     }
     scores = dict(
         zip(
             sorted(everything),
-            run.learner.score([everything[row] for row in sorted(everything)]).log_probs,
+            run.learner.score([everything[key] for key in sorted(everything)]).log_probs,
             strict=True,
         )
     )
     if grid.engine.is_leader:
-        record = [of(row, rollout, scores[row], rollouts) for row, rollout in sorted(share.items())]
+        record = [of(row, rollout, scores, rollouts) for row, rollout in sorted(share.items())]
         (run_dir / f"drawn_{grid.engine.index}.json").write_text(json.dumps(record))
     for talking.HURRY in (11, 12, 13):  # other latencies, and all prompts in the cache: the same bits
         again, _ = run.sampler.sample(1, 0)
@@ -66,16 +69,17 @@ def main(run_dir: Path) -> None:
     # What was said before the step, drawn on from after it.
     greedy = Sampling(0.0, 1.0, max_tokens=1)
     engine = run.sampler.engine
-    engine.submit([Request(("", row), held.tokens.tolist(), greedy) for row, held in sorted(rollouts.held.items())])
+    held = {row: sequences_of(rollout, rollout.tokens)[0] for row, rollout in sorted(rollouts.held.items())}
+    engine.submit([Request(("", row), tokens, greedy) for row, tokens in held.items()])
     drawn = {c.request.name[1]: (c.ids[0], c.logprobs[0]) for c in drain(engine)}
     drawn = {row: one for part in grid.all_gather(drawn) for row, one in part.items()}
-    rows = sorted(everything)
-    after = run.learner.score([[*everything[row], drawn[row][0]] for row in rows]).log_probs
+    rows = sorted(drawn)
+    after = run.learner.score([[*everything[row, 0], drawn[row][0]] for row in rows]).log_probs
     if grid.rank == 0:
         record = {
             "found": found,
             "warm": warm,
-            "moved": max(np.abs(after[i][:-1] - scores[row]).max() for i, row in enumerate(rows)),
+            "moved": max(np.abs(after[i][:-1] - scores[row, 0]).max() for i, row in enumerate(rows)),
             "stale": max(abs(after[i][-1] - drawn[row][1]) for i, row in enumerate(rows)),
         }
         (run_dir / "prefixes.json").write_text(json.dumps({key: float(value) for key, value in record.items()}))
@@ -84,8 +88,15 @@ def main(run_dir: Path) -> None:
     distributed.shutdown()
 
 
+def sequences_of(rollout: Any, values: Any) -> list[list[Any]]:
+    """Numbers of all tokens, by sequence."""
+    ends = np.cumsum(rollout.sequence_lengths)[:-1]
+    return [part.tolist() for part in np.split(values, ends)]
+
+
 def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
     mask = rollout.loss_mask
+    masks = enumerate(sequences_of(rollout, mask))
     return {
         "row": row,
         "converses": rollouts.sample(row).agent is not None,
@@ -94,7 +105,8 @@ def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
         "tokens": rollout.tokens.tolist(),
         "mask": mask.tolist(),
         "logprobs": rollout.logprobs.tolist(),
-        "by_actor": scores[mask[1:]].tolist(),
+        "by_actor": np.concatenate([scores[row, number][np.array(part[1:])] for number, part in masks]).tolist(),
+        "sequences": rollout.sequence_lengths,
         "messages": rollout.messages,
         "failed_by": rollout.failed_by,
         "rewards": rollouts.rewards_of(row),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def gyms_missing() -> str | None:
 
 
 def recipe(folder: Path, gyms: bool) -> Path:
-    """Prompts of four tasks: an agent in the process, programs that speak responses and messages, steps, and none. `gyms`:
-    and of two gyms."""
+    """Prompts of five tasks: an agent in the process, one whose conversations part, programs that speak responses and
+    messages, steps, and none. `gyms`: and of two gyms."""
     create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
     create_model(folder / "model", create, 3)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
@@ -88,6 +89,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
     for name, texts in (
         ("talk", ["what is 1+1?", "who are you?"]),
         ("outside", ["say something."]),
+        ("parts", ["c?"]),
         ("single", ["b?", "a?"]),
     ):
         path = folder / f"{name}.jsonl"
@@ -95,6 +97,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
         tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
     tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT, "dialects": ["responses", "claude"]})
+    tasks["parts"]["agent"] = agent("parting", sequences=4, params={"latency": 5}) | {"max_turns": 6, "turn_tokens": 4}
     walk = {
         "environment": f"{walking.__file__}:Walk",
         "python": sys.executable,
@@ -113,7 +116,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
         "tasks": {"train": tasks, "eval": {"held_out": held_out}},
         "rewards": {
             "letters": {"reward": "agent", "tasks": ["talk", "held_out"], "params": {"column": "letters"}},
-            "turns": {"reward": "agent", "tasks": ["outside"]},
+            "turns": {"reward": "agent", "tasks": ["outside", "parts"]},
             "walked": {"reward": "agent", "tasks": ["walk"]},
             "short": {"reward": "length", "params": {"limit": 12}},
             **{name: {"reward": "agent", "tasks": [name]} for name in GYMS if gyms},
@@ -121,12 +124,12 @@ def recipe(folder: Path, gyms: bool) -> Path:
         "rollout": {
             "group_size": GROUP,
             "max_prompt_tokens": 32,
-            "max_tokens": 96,
+            "max_tokens": 128,
             "cpu_cache_gib": 0.1,
             "max_concurrent": 4,
         },
         "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 0.01}},
-        "trainer": {"steps": 1, "prompts_per_step": 8 if gyms else 6},
+        "trainer": {"steps": 1, "prompts_per_step": 9 if gyms else 7},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
         "checkpoint": {"every": 0},
@@ -147,7 +150,7 @@ class Ran:
         environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
         assert outcome.code == 0, outcome.message
-        self.prompts = 8 if gyms else 6
+        self.prompts = 9 if gyms else 7
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
         self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
@@ -176,6 +179,8 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
     turns = [record["turns"] for _, record in sorted(two_engines.drawn.items()) if not walked(record)]
     assert turns.count(3) == 3 * GROUP
     assert turns.count(1) == 2 * GROUP
+    parted = [record for record in of_two_ranks.drawn.values() if len(record["sequences"]) > 1]
+    assert [(record["turns"], len(record["sequences"])) for record in parted] == [(6, 4)] * GROUP
 
 
 def walked(record: dict[str, Any]) -> bool:
@@ -200,7 +205,7 @@ def test_two_engines_draw_what_one_engine_draws(of_two_ranks: Ran, two_engines: 
     of_one = {(record["id"], record["index"]): record for record in of_two_ranks.drawn.values()}
     for other in two_engines.drawn.values():
         record = of_one[other["id"], other["index"]]
-        for key in ("tokens", "mask", "messages", "failed_by"):
+        for key in ("tokens", "mask", "sequences", "messages", "failed_by"):
             assert other[key] == record[key], key
         assert other["rewards"].items() <= record["rewards"].items()  # which has the gyms' columns, too
         assert np.abs(np.array(other["logprobs"]) - record["logprobs"]).max() < 1e-4
@@ -228,6 +233,8 @@ def test_a_verifiers_taskset_and_a_nemo_gym_server_train(of_two_ranks: Ran) -> N
 def test_a_step_trains_on_the_conversations_and_writes_them(of_two_ranks: Ran) -> None:
     [metrics] = [line for line in of_two_ranks.metrics if line.get("step") == 1]
     assert metrics["actor/updates"] == 1
+    assert metrics["mismatch/abs_log_ratio_max"] < 2e-4  # as packed, several sequences of a rollout too
+    assert metrics["conversation/sequences"] == np.mean([len(r["sequences"]) for r in of_two_ranks.drawn.values()])
     assert metrics["response_length/mean"] == np.mean([len(r["logprobs"]) for r in of_two_ranks.drawn.values()])
     for row, sample in enumerate(of_two_ranks.samples):
         record = of_two_ranks.drawn[row]
@@ -241,15 +248,32 @@ def test_turns_find_the_earlier_ones_in_the_cache_of_their_engine(of_two_ranks: 
     for ran in (of_two_ranks, two_engines):
         read = cached = 0
         for record in ran.drawn.values():
-            if record["converses"]:
-                mask = np.array([False, *record["mask"], False])
-                begins, ends = np.flatnonzero(~mask[:-1] & mask[1:]), np.flatnonzero(mask[:-1] & ~mask[1:])
-                computed = [0, *(ends[:-1] - 1)]  # nothing is computed of the last token of a turn
-                read += begins.sum()
-                cached += sum(BLOCK * min((b - 1) // BLOCK, c // BLOCK) for b, c in zip(begins, computed, strict=True))
+            computed = list[list[int]]()
+            for sequence, begin, end in turns_of(record) if record["converses"] else ():
+                found = max((common(sequence, earlier) for earlier in computed), default=0)
+                read += begin
+                cached += BLOCK * min((begin - 1) // BLOCK, found // BLOCK)
+                computed.append(sequence[: end - 1])  # nothing is computed of the last token of a turn
         assert cached > 0
         assert ran.prefixes["found"] == cached / read
         assert ran.prefixes["warm"] > ran.prefixes["found"]
+
+
+def turns_of(record: dict[str, Any]) -> Iterator[tuple[list[int], int, int]]:
+    """Yields the tokens of a turn's sequence, and where in it the turn begins and ends."""
+    at = 0
+    for length in record["sequences"]:
+        tokens, mask = record["tokens"][at : at + length], np.array([False, *record["mask"][at : at + length], False])
+        for begin, end in zip(
+            np.flatnonzero(~mask[:-1] & mask[1:]), np.flatnonzero(mask[:-1] & ~mask[1:]), strict=True
+        ):
+            yield tokens, int(begin), int(end)
+        at += length
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens that two sequences have in common at their beginnings."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def test_new_weights_use_no_keys_and_values_of_old_ones(of_two_ranks: Ran, two_engines: Ran) -> None:
