@@ -106,10 +106,11 @@ class Ledger:
     Args:
         sample: of a chat; its prompt is the first request, and its `prompt_ids` are that request's tokens.
         sequences: the most that the rollout may have.
+        renders: what the chat template writes of a history otherwise than it was given and drawn is a root of its own.
     """
 
-    def __init__(self, renderer: Renderer, sample: Sample, sequences: int = 1) -> None:
-        self._renderer, self._sequences = renderer, sequences
+    def __init__(self, renderer: Renderer, sample: Sample, sequences: int = 1, renders: bool = False) -> None:
+        self._renderer, self._sequences, self._renders = renderer, sequences, renders
         self._tools = cast(Tools, sample.metadata.get("tools"))
         self._has_images = sample.images is not None
         prompt = read_messages(as_chat(sample.prompt))
@@ -288,6 +289,8 @@ class Ledger:
         else:
             parent, count, _ = node
             request = self._following(parent, sent[count:])
+            if self._renders and parent.drawn is not None and self._is_rewritten(request, sent):
+                request = self._root(sent, tools)
         if self._is_new_sequence(request) and len(self._leaves) >= self._sequences:
             raise TooManySequences(f"the rollout has had its {self._sequences} sequences")
         if self._is_new_sequence(request) and self._has_images:
@@ -305,6 +308,13 @@ class Ledger:
             open_ += [(answer, end) for answer in node.answers]
             if node.drawn is not None or end == len(sent):
                 yield node, end, number
+
+    def _is_rewritten(self, request: _Request, sent: list[Message]) -> bool:
+        """Whether the template writes the whole history in another text than what it goes on from has."""
+        with errors_named("", as_error=LedgerError):
+            whole = self._renderer.whole(sent, request.parent.tools)
+        decode = self._renderer.tokenizer.decode
+        return bool(decode(whole) != decode([*request.parent.ids, *request.given]))
 
     def _following(self, parent: _Node, new: list[Message]) -> _Request:
         for i, message in enumerate(new, len(parent.history)):

@@ -140,7 +140,7 @@ class Session:
         journal: ConversationJournal | None = None,
     ) -> None:
         self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
-        self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences)
+        self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences, opening.agent.history == "rendered")
         self.failure: ModelFailed | None = None  # the first limit that the policy reached
         self.no_answer: str | None = None  # why the last request has none
         self.is_closed = False

@@ -72,6 +72,11 @@ class AgentConfig(Section):
     max_turns: Count = key(8, "turns of the policy; `rollout.max_tokens` limits all that follows the prompt")
     turn_tokens: Tokens | None = key(None, "new tokens of a turn; null: as many as the rollout has left")
     sequences: Count = key(1, "the most that a rollout may have ([several sequences](agents.md#several-sequences))")
+    history: Literal["kept", "rendered"] = key(
+        "kept",
+        "earlier turns as the policy sees them: as it drew them, or as the chat template writes them. Where it writes one "
+        "otherwise, the next turn begins a sequence of its own ([rewritten histories](agents.md#rewritten-histories))",
+    )
     seconds: Annotated[float, Field(ge=0.01, le=1e6)] = key(
         120.0, "a conversation's wait for its agent, over all turns; the policy's own time does not count"
     )

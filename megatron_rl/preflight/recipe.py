@@ -85,8 +85,15 @@ def _check_readers(config: Config, rewards: Mapping[str, Reward]) -> None:
 
 
 def _check_sequences(config: Config, rewards: Mapping[str, Reward]) -> None:
-    """ValueError where a reward per token would get a rollout of several sequences: it reads the tokens of one."""
+    """ValueError where a reward per token would get a rollout of several sequences: it reads the tokens of one; and where
+    rendered histories have no sequences to begin."""
     for key, task in agent_tasks(config).items():
+        if task.agent is not None and task.agent.history == "rendered" and task.agent.sequences == 1:
+            raise ValueError(
+                f"`{key}.agent.history` is rendered, which begins a sequence where the chat template rewrites an earlier "
+                f"turn, and {key}.agent.sequences is 1; set it to as many as there may be, such as {key}.agent.max_turns "
+                f"({task.agent.max_turns})"
+            )
         for name, reward in rewards.items():
             only, task_name = config.rewards[name].tasks, key.rpartition(".")[2]
             of_task = key.startswith("tasks.train.") and (only is None or task_name in only)

@@ -176,6 +176,11 @@ def _of_conversations(samples: Sequence[Sample], tokenizer: Tokenizer, config: C
         if isinstance(sample.demonstration, list):
             task = tasks[sample.task]
             with errors_named(f"demonstration of {sample.id}"):
+                if task.agent is not None and task.agent.history == "rendered":
+                    raise ValueError(
+                        f"it is one sequence, and a rollout of `{sample.task}` begins another where the chat template "
+                        "rewrites an earlier turn; set the task's `agent.history` to kept"
+                    )
                 parser = task.agent.parser if task.agent is not None else "none"
                 renderer = Renderer(tokenizer, task.chat_params)
                 targets[sample.id] = conversation_ids(renderer, sample, sample.demonstration, parser)

@@ -401,6 +401,11 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
     (tmp_path / "model" / "chat_template.jinja").write_text(stripping)
     [said] = template_remarks_of_folder(config)
     assert said.startswith("tasks.train.sums: by the chat template, the thinking of earlier turns is left out")
+    assert "conversations go on with what the model saw" in said
+    config.tasks.train["sums"].agent.history = "rendered"  # type: ignore[union-attr]
+    [said] = template_remarks_of_folder(config)
+    assert said.endswith("; the next turn begins a sequence there")
+    config.tasks.train["sums"].agent.history = "kept"  # type: ignore[union-attr]
     refused = {
         "tasks.train.sums.chat=false": "set tasks.train.sums.chat=true",
         "tasks.train.sums.agent.name=nobody": "unknown agent 'nobody'",

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from megatron_rl.agents.ledger import Ledger, LedgerError, TooManySequences
+from megatron_rl.agents.replies import read_reply
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Message, Sample
 from megatron_rl.evaluation import response_log
 from megatron_rl.evaluation.samples import conversation_of
 from megatron_rl.rollout.sampling import rollout_seed
+from megatron_rl.tasks.tokenizing import encode
 from tests.agents import talking
 from tests.agents.conversing import TOOLS, renderer_of
 from tests.agents.test_conversations import Talks, words  # noqa: F401
@@ -240,3 +242,41 @@ def test_rewards_per_token_read_one_sequence(tmp_path: Path) -> None:
         _check_sequences(config, {"teacher": reward})
     config.tasks.train["t"].agent.sequences = 1  # type: ignore[union-attr]
     _check_sequences(config, {"teacher": reward})
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "lamp"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("renders", [False, True])
+def test_a_history_that_the_template_rewrites_is_kept_or_begins_a_sequence(renders: bool) -> None:
+    """Qwen3's template keeps the thinking of a chain of calls, and leaves it out once the user speaks again."""
+    renderer = renderer_of("qwen3")
+    sample = Sample("task/0", "task", [USER], renderer.first([USER], TOOLS), metadata={"tools": TOOLS})
+    ledger, messages, drawn = Ledger(renderer, sample, 3, renders), [USER], list[list[int]]()
+    for turn, (text, answer) in enumerate(
+        [(CALL, {"role": "tool", "content": "It is lit."}), ("It is.", AGAIN), ("Off.", None)]
+    ):
+        asked = ledger.request(messages, TOOLS)
+        ids = [*encode([f"<think>\nHm {turn}.\n</think>\n\n{text}"], renderer.tokenizer)[0], END]
+        message = read_reply(renderer.tokenizer.decode(ids[:-1]), "stop", "hermes", turn, tools=TOOLS).message
+        ledger.record(ids, [-1.0] * len(ids), 0, "stop", message)
+        drawn.append(ids)
+        given, messages = messages, [*messages, message, *([answer] if answer else [])]
+    rollout = Rollout("task/0", 0, ledger.segments, "stop", conversations=ledger.conversations)
+    assert rollout.response_ids.tolist() == [i for ids in drawn for i in ids]
+    assert len(rollout.sequence_lengths) == 1 + renders
+    seen = renderer.tokenizer.decode(asked)
+    assert ("Hm 0." in seen, "Hm 1." in seen, "It is lit." in seen) == (not renders, not renders, True)
+    if renders:
+        assert asked == renderer.whole(given, TOOLS)
+        assert rollout.sequence_lengths[1] == len(asked) + len(drawn[-1])
+
+
+def test_rendered_histories_need_sequences() -> None:
+    from megatron_rl.preflight.recipe import _check_sequences
+
+    config = talking.recipe("patient", history="rendered")
+    with pytest.raises(ValueError, match=r"history` is rendered, .*sequences is 1; set it to .*max_turns \(4\)"):
+        _check_sequences(config, {})
+    config.tasks.train["t"].agent.sequences = 4  # type: ignore[union-attr]
+    _check_sequences(config, {})

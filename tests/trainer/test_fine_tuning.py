@@ -14,7 +14,7 @@ from megatron_rl.actor.actor import Actor, UpdateResult
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.model import CreateModelConfig, ModelConfig
-from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
+from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.distributed import ALONE
@@ -84,6 +84,9 @@ def test_a_demonstrated_conversation_is_learned_from_the_policys_turns(tmp_path:
     assert tokenizer.decode(batch.tokens[0][batch.loss_mask[0]]) == "2<eos>5<eos>"
     sample.demonstration = demonstration[:2]
     with pytest.raises(ValueError, match=r"demonstration of sums/0: .* ends with a message of the assistant"):
+        demonstration_ids([sample], tokenizer, config, len(tokenizer))
+    config.tasks.train["sums"].agent = AgentConfig("tools", history="rendered", sequences=2)
+    with pytest.raises(ValueError, match=r"demonstration of sums/0: it is one sequence, .* `agent.history` to kept"):
         demonstration_ids([sample], tokenizer, config, len(tokenizer))
 
 
