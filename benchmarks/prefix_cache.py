@@ -15,6 +15,8 @@ import random
 import time
 from typing import Any
 
+from benchmarks.others import told
+
 CONVERSATIONS, TURNS, GROUP, FIRST_ID, LAST_ID = 48, 5, 8, 3, 60
 PROMPTS = (10, 16, 40, 70)  # tokens
 ENVIRONMENT = {
@@ -115,4 +117,5 @@ def ids(seed: str, count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    with told():
+        main()

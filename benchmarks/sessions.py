@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.others import told
 from megatron_rl.agents.host import Conversations
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
@@ -222,4 +223,5 @@ if __name__ == "__main__":
     # Agents are made by their name, so this module must be that one, too.
     import benchmarks.sessions
 
-    benchmarks.sessions.main()
+    with told():
+        benchmarks.sessions.main()

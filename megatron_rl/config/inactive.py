@@ -64,7 +64,7 @@ def _entries() -> Iterator[tuple[str, Only]]:
     for name in ("sft_every", "keep", "keep_best", "best", "asynchronous", "on_failure"):
         yield f"checkpoint.{name}", _with("checkpoint", "every", lambda it: it > 0, "0", "")
     yield "trainer.eval_top_p", _with("trainer", "eval_temperature", lambda it: it > 0, "0 (greedy)", "")
-    for name in ("sets", "arguments", "handler"):
+    for name in ("sets", "limit", "arguments", "handler"):
         yield f"evaluation.harness.{name}", _with("evaluation.harness", "name", lambda it: it is not None, "null", "")
     for name in ("default_minutes", "phases", "first_time_minutes"):
         yield f"watchdog.{name}", _with("watchdog", "enabled", bool, "false", "=true")

@@ -31,7 +31,7 @@ ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECT
 ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", experts=True, replay=True)]
 ALONE += [Layout("alone given", experts=True, given=True), Layout("alone images", images=True)]
 ALONE += [Layout("a token dropped", dropped=True)]
-ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
+ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=60)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 FROZEN = {"freeze_vision_tower": True}
 ALONE += [Layout("alone frozen", images=True, actor=FROZEN), Layout("alone deepstack", deepstack=True)]

@@ -91,6 +91,7 @@ class Held:
 FUNCTION = {"type": "function", "strict": False, "description": None, **TOOLS[0]["function"]}
 CLAUDES: Any = {
     "name": "look",
+    "description": TOOLS[0]["function"]["description"],
     "input_schema": TOOLS[0]["function"]["parameters"],
     "cache_control": {"type": "ephemeral"},
 }

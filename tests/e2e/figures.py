@@ -552,6 +552,7 @@ _TIMED = (
     "sync_check",
 )
 _STEPS = "tests/trainer/test_steps.py"
+_ENGINES = "tests/agents/test_engines.py"
 _JUDGE = "tests/e2e/test_judge.py::test_a_run_with_a_judge_and_its_resume_without_one"
 _PAIRS = "tests/actor/test_preferences.py::test_loss_and_gradients_are_those_of_transformers_in_float64"
 _SCORES = "tests/trainer/test_reward_model.py::test_the_export_scores_the_held_out_pairs_as_the_run_did"
@@ -603,6 +604,10 @@ TABLE: dict[str, Entry] = {
             *("tool_calls", "calls/<tool>", "failed_model", "failed_infrastructure"),
         )
     },
+    "conversation/sequences": Elsewhere(f"{_ENGINES}::test_a_step_trains_on_the_conversations_and_writes_them"),
+    "conversation/prefix_hit_share": Elsewhere(
+        f"{_ENGINES}::test_turns_find_the_earlier_ones_in_the_cache_of_their_engine"
+    ),
     "reward_overlap/share": Elsewhere("tests/rewards/test_scorer.py::test_some_started_and_some_not"),
     **{
         f"<x>/{name}": Elsewhere(_JUDGE)
