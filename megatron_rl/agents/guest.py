@@ -151,17 +151,17 @@ class Guest:
                     future.set_exception(error)
             self._ready.exception()  # it may be that nobody waits
 
-    def _hear(self, said: Mapping[str, Any]) -> None:
-        if said.get("ready"):
+    def _hear(self, line: Mapping[str, Any]) -> None:
+        if line.get("ready"):
             self._ready.set_result(None)
             return
-        answer = self._answers.get(said["id"])
+        answer = self._answers.get(line["id"])
         if answer is None or answer.done():
             return
-        if "failed" in said:
-            answer.set_exception(GuestFailed(f"{self._name}: {said['failed']}"))
+        if "failed" in line:
+            answer.set_exception(GuestFailed(f"{self._name}: {line['failed']}"))
         else:
-            answer.set_result(said["done"])
+            answer.set_result(line["done"])
 
     async def _note_errors(self) -> None:
         assert self._process.stderr is not None

@@ -22,13 +22,13 @@ def template_remarks(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     for key, task in agent_tasks(config).items():
         assert task.agent is not None
         renderer = Renderer(tokenizer, task.chat_params)
-        if (said := renderer.rewrites()) is not None:
+        if (remark := renderer.rewrites()) is not None:
             then = "the next turn begins a sequence there"
             if task.agent.history == "kept":
                 then = f"conversations go on with what the model saw and wrote (with `{key}.agent.history` rendered, {then})"
-            yield f"{key}: by the chat template, {said}; {then}"
-        if (said := unread_calls(renderer, task.agent.parser, task.agent.name == "tools")) is not None:
-            yield f"{key}.agent.parser: {said}"
+            yield f"{key}: by the chat template, {remark}; {then}"
+        if (remark := unread_calls(renderer, task.agent.parser, task.agent.name == "tools")) is not None:
+            yield f"{key}.agent.parser: {remark}"
 
 
 def template_remarks_of_folder(config: Config) -> list[str]:

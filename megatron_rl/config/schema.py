@@ -62,9 +62,7 @@ class ColumnsConfig(Section):
 class AgentConfig(Section):
     """Who converses with the policy about a task's prompts ([agents.md](agents.md)). Needs `chat: true`."""
 
-    name: str = key(
-        meaning="a registered agent (<agents>), or your own: `path/file.py:factory`, `package.module:factory`"
-    )
+    name: str = key(meaning="<agents>, or your own: `path/file.py:factory`, `package.module:factory`")
     params: Params = key({}, "the agent's parameters")
     parser: Literal["none", "hermes", "llama", "toolrl", "mistral", "glm4", "qwen3_5", "deepseek", "gpt_oss"] = key(
         "none", "how the policy writes tool calls ([tool_format](rewards/tool_format.md)); `none`: its turns are text"
@@ -73,16 +71,12 @@ class AgentConfig(Section):
     turn_tokens: Tokens | None = key(None, "new tokens of a turn; null: as many as the rollout has left")
     sequences: Count = key(1, "the most that a rollout may have ([several sequences](agents.md#several-sequences))")
     history: Literal["kept", "rendered"] = key(
-        "kept",
-        "earlier turns as the policy sees them: as it drew them, or as the chat template writes them. Where it writes one "
-        "otherwise, the next turn begins a sequence of its own ([rewritten histories](agents.md#rewritten-histories))",
+        "kept", "earlier turns as the policy wrote them, or [as the chat template does](agents.md#rewritten-histories)"
     )
     seconds: Annotated[float, Field(ge=0.01, le=1e6)] = key(
         120.0, "a conversation's wait for its agent, over all turns; the policy's own time does not count"
     )
-    model_failed: Finite = key(
-        0.0, "what the reward `agent` gives where the policy broke off: a limit, an unreadable call"
-    )
+    model_failed: Finite = key(0.0, "the reward `agent` where the policy broke off: a limit, an unreadable call")
     stop_after: Count = key(16, "conversations in a row that an engine has lost to the agent's failures end the run")
 
 
