@@ -64,7 +64,7 @@ def _route(find: _Find, path: str, method: str, answer: _Answer, refusal: _Refus
 
 
 def _key_of(request: Request) -> str:
-    """As OpenAI's clients send it, or as Anthropic's do."""
+    """The key of a request, as OpenAI's clients send it or as Anthropic's do."""
     bearer = request.headers.get("authorization", "")
     return bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
 
@@ -88,7 +88,7 @@ def _turn_in(dialect: Dialect) -> _Answer:
         reply = dialect.reply(body, turn, f"{session.opening.turn_seed(turn.turn):x}")
         if dialect.remembers:
             session.replied[reply["id"]] = [*history, turn.message]
-        if not turn_request.stream:
+        if not turn_request.stream or dialect.events is None:
             return _json(reply)
         return Response(_written(dialect.events(body, reply)), media_type="text/event-stream", headers=_STREAM)
 

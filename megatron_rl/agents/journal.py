@@ -224,7 +224,7 @@ class ConversationJournal:
         self._journal.write({**line, "finish_reason": completion.finish_reason, "version": completion.version})
 
     async def reply(self, asked: object, call: Callable[[], Awaitable[T]], again: bool) -> T:
-        """As `AgentTask.recorded`."""
+        """Returns a reply, recorded or made now, see `AgentTask.recorded`."""
         key = _digest(to_json(asked))
         number = self._replied[key]
         self._replied[key] += 1

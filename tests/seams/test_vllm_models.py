@@ -13,7 +13,6 @@ from megatron_rl.seams.vllm_models import inspected_here
 
 def test_a_class_is_looked_at_without_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's cache gets what vLLM itself writes into it, which a later start of any program reads."""
-    pytest.importorskip("vllm")
     from vllm.model_executor.models.registry import _SUBPROCESS_COMMAND, _LazyRegisteredModel
 
     run = subprocess.run

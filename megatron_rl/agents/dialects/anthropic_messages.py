@@ -39,7 +39,7 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 
 
 def read(body: Body, sampling: Sampling) -> Asked:
-    """As `Dialect.read`."""
+    """Reads a request, see `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
     thinking = body.get("thinking")
     if thinking is not None and not (isinstance(thinking, Mapping) and thinking.get("type") == "adaptive"):
@@ -130,7 +130,7 @@ def _tool_of(tool: Mapping[str, Any]) -> dict[str, object]:
 
 
 def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
-    """As `Dialect.reply`."""
+    """Writes the answer, see `Dialect.reply`."""
     prompt, drawn = usage_of(turn)
     return {
         "id": f"msg_{name}",
@@ -157,7 +157,7 @@ def _blocks_of(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def events(body: Body, response: dict[str, Any]) -> Iterator[Event]:
-    """As `Dialect.events`: named; each block started, filled and stopped."""
+    """Yields a stream's events, see `Dialect.events`: named; each block started, filled and stopped."""
     usage = response["usage"]
     begun = {**response, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
     yield _named({"type": "message_start", "message": begun})
@@ -187,7 +187,7 @@ def _named(event: dict[str, Any]) -> Event:
 
 
 def refusal(text: str, code: str, status: int) -> dict[str, Any]:
-    """As `Dialect.refusal`. `code` is ours; Anthropic has kinds of errors only."""
+    """Writes a refusal, see `Dialect.refusal`. `code` is ours; Anthropic has kinds of errors only."""
     kind = _KINDS.get(status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": f"{code}: {text}", "code": code}}
 

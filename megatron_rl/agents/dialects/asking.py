@@ -45,14 +45,15 @@ class Dialect:
     Attributes:
         read: raises RefusedTurn where a request asks for what the recipe does not say, or for what there is not.
         reply: of a request, a turn and the turn's id, which is the same whoever asked when.
-        events: of a request and its reply; the whole reply as the events of the dialect's stream, in their order.
+        events: of a request and its reply; the whole reply as the events of the dialect's stream, in their order. None: there
+            are no streams, and `read` refuses one.
         refusal: of a text, a code and an HTTP status.
         remembers: a later request may name a reply's `id` in the place of what was said up to it.
     """
 
     read: Callable[[Body, Sampling], Asked]
     reply: Callable[[Body, PolicyTurn, str], dict[str, Any]]
-    events: Callable[[Body, dict[str, Any]], Iterable[Event]]
+    events: Callable[[Body, dict[str, Any]], Iterable[Event]] | None
     refusal: Callable[[str, str, int], dict[str, Any]]
     remembers: bool = False
 

@@ -43,7 +43,7 @@ _PARAMETERS = AcceptedParameters(
 
 
 def read(body: Body, sampling: Sampling) -> Asked:
-    """As `Dialect.read`."""
+    """Reads a request, see `Dialect.read`."""
     messages = body.get("messages")
     if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
         raise RefusedTurn("`messages` must be a list of messages", "invalid_messages")
@@ -62,7 +62,7 @@ def read(body: Body, sampling: Sampling) -> Asked:
 
 
 def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
-    """As `Dialect.reply`. It says nothing of the time or of other conversations: an agent is a function of what was drawn."""
+    """Writes the answer, see `Dialect.reply`. It says nothing of the time: an agent is a function of what was drawn."""
     message, choice = dict(turn.message), dict[str, object]()
     completion: dict[str, Any] = {
         "id": f"chatcmpl-{name}",
@@ -89,7 +89,7 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
 
 
 def events(body: Body, completion: dict[str, Any]) -> Iterator[Event]:
-    """As `Dialect.events`: chunks without names, the last of which is `[DONE]`."""
+    """Yields a stream's events, see `Dialect.events`: chunks without names, the last of which is `[DONE]`."""
     with_usage = (body.get("stream_options") or {}).get("include_usage")
     [choice] = completion["choices"]
     message, role = choice["message"], choice["message"]["role"]

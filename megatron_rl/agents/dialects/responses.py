@@ -52,7 +52,7 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def read(body: Body, sampling: Sampling) -> Asked:
-    """As `Dialect.read`."""
+    """Reads a request, see `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
     for name in body.get("include") or ():
         if name != _ENCRYPTED:  # thinking comes in the clear
@@ -144,7 +144,7 @@ def _tool_of(tool: Mapping[str, Any]) -> dict[str, object]:
 
 
 def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
-    """As `Dialect.reply`."""
+    """Writes the answer, see `Dialect.reply`."""
     prompt, drawn = usage_of(turn)
     cut = turn.finish_reason == "length"
     status = "incomplete" if cut else "completed"
@@ -189,7 +189,7 @@ def _items_of(message: Message, name: str, status: str) -> Iterator[dict[str, An
 
 
 def events(body: Body, response: dict[str, Any]) -> Iterator[Event]:
-    """As `Dialect.events`: named, numbered, each item added, filled and done."""
+    """Yields a stream's events, see `Dialect.events`: named, numbered, each item added, filled and done."""
     for number, event in enumerate(_unnumbered(response)):
         yield event["type"], {**event, "sequence_number": number}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.agents.dialects.asking import (
@@ -11,7 +11,6 @@ from megatron_rl.agents.dialects.asking import (
     Asked,
     Body,
     Dialect,
-    Event,
     flag,
     limit_of,
     openai_refusal,
@@ -24,7 +23,7 @@ _PARAMETERS = AcceptedParameters(
     read=frozenset({"token_ids", "sampling_params", "return_token_ids"}),
     ignored=frozenset({"request_id", "model", "cache_salt", "priority", "token_offsets"}),
     fixed={"stream": (False,), "output_mode": ("tokens",), "stream_options": ({},)},
-    remedies={"stream": "tokens come response"},
+    remedies={"stream": "a turn's tokens come in one reply"},
 )
 _SAMPLING = AcceptedParameters(
     read=frozenset({"temperature", "top_p", "max_tokens"}),
@@ -48,7 +47,7 @@ _SAMPLING = AcceptedParameters(
 
 
 def read(body: Body, sampling: Sampling) -> Asked:
-    """As `Dialect.read`."""
+    """Reads a request, see `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
     flag(body, "return_token_ids")
     tokens, sampling_params = body.get("token_ids"), body.get("sampling_params") or {}
@@ -61,7 +60,7 @@ def read(body: Body, sampling: Sampling) -> Asked:
 
 
 def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
-    """As `Dialect.reply`."""
+    """Writes the answer, see `Dialect.reply`."""
     prompt, drawn = usage_of(turn)
     logprobs = None
     if (body.get("sampling_params") or {}).get("logprobs") is not None and turn.logprobs is not None:
@@ -83,9 +82,4 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
     }
 
 
-def events(body: Body, response: dict[str, Any]) -> Iterable[Event]:
-    """As `Dialect.events`; `read` refuses streams."""
-    raise NotImplementedError("tokens come response")
-
-
-DIALECT = Dialect(read, reply, events, openai_refusal)
+DIALECT = Dialect(read, reply, None, openai_refusal)

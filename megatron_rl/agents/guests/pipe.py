@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,14 @@ LEAVE = 5.0  # seconds from the end of the input until its process group is kill
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 World = Callable[[dict[str, Any]], AbstractAsyncContextManager[Answer]]
+
+
+def main(world: World, export: Callable[[list[str]], None]) -> None:
+    """A guest's command line: `export ...` writes prompts, nothing serves requests."""
+    if sys.argv[1:2] == ["export"]:
+        export(sys.argv[2:])
+    else:
+        speak(world)
 
 
 def speak(world: World) -> None:

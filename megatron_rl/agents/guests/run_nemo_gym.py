@@ -245,7 +245,4 @@ def export(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["export"]:
-        export(sys.argv[2:])
-    else:
-        pipe.speak(world)
+    pipe.main(world, export)

@@ -19,29 +19,11 @@ from typing import Any
 
 import pipe
 import yaml
-from verifiers.v1.clients import EvalClient, ModelContext
-from verifiers.v1.clients.client import RelayReply
+from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-
-async def whole(
-    client: EvalClient, dialect: Any, body: dict[str, Any], session_id: str | None = None, headers: Any = None
-) -> RelayReply:
-    """The relay of a harness that asks for a stream, which our endpoint has not: a whole answer, handed on as one."""
-    asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    response = await client.get_response(dialect, asked, SamplingConfig(), session_id, headers=headers)
-
-    async def events() -> AsyncIterator[bytes]:
-        for event in dialect.stream_events(response.raw or {}):
-            yield event
-
-    async def close() -> None:
-        pass
-
-    return RelayReply("text/event-stream", events(), close)
 
 
 def loaded(environment: dict[str, Any], path: str | None) -> Any:
@@ -55,7 +37,6 @@ def loaded(environment: dict[str, Any], path: str | None) -> Any:
 
 @asynccontextmanager
 async def world(params: dict[str, Any]) -> AsyncIterator[pipe.Answer]:
-    EvalClient.relay = whole
     env = loaded(params["environment"], params["path"])
     task_class = type(env.taskset).task_type()
     data_class = task_class.data_type()
@@ -121,7 +102,4 @@ def export(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["export"]:
-        export(sys.argv[2:])
-    else:
-        pipe.speak(world)
+    pipe.main(world, export)
