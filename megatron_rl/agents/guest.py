@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron_rl.agents.failures import InfrastructureFailed
+from megatron_rl.runtime.process import variables_for_another_python
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venv-agents"
 _LONGEST = 2**26  # bytes of a line
@@ -63,28 +64,12 @@ async def _started(command: tuple[str, ...], params: Mapping[str, object]) -> Gu
         stderr=asyncio.subprocess.PIPE,
         limit=_LONGEST,
         start_new_session=True,
-        env=_variables(),
+        env=variables_for_another_python(),
     )
     guest = Guest(process, Path(command[-1]).name)
     guest.say(params)
     await guest.ready()
     return guest
-
-
-def _variables() -> dict[str, str]:
-    """This process's, without what is meant for its own Python and for its place among ranks."""
-    ours = (
-        "PYTHON",
-        "VIRTUAL_ENV",
-        "MASTER_",
-        "TORCH",
-        "VLLM",
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "CUDA_VISIBLE_DEVICES",
-    )
-    return {key: value for key, value in os.environ.items() if not key.startswith(ours)}
 
 
 class Guest:

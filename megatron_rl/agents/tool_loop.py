@@ -15,17 +15,10 @@ from megatron_rl.agents.failures import InfrastructureFailed, ModelFailed
 from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, register_agent
 from megatron_rl.base.typed_params import Params, Positive
 from megatron_rl.data.sample import Message
-from megatron_rl.runtime.calls import CallPool, CallTimeout
+from megatron_rl.runtime.calls import CallTimeout, waiting_pool
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-_AT_ONCE = 64  # calls in threads; one that hangs takes its place until its deadline
-
-
-@functools.cache
-def _pool() -> CallPool:
-    return CallPool(_AT_ONCE)
 
 
 @register_agent("tools")
@@ -100,7 +93,7 @@ async def _do(environment: Environment, seconds: float, method: Callable[..., An
             raise
     if inline:
         return method(*arguments)
-    return await asyncio.wrap_future(_pool().submit(functools.partial(method, *arguments), seconds))
+    return await asyncio.wrap_future(waiting_pool().submit(functools.partial(method, *arguments), seconds))
 
 
 async def _reply(call: Callable[[], Any], name: str, seconds: float) -> str:

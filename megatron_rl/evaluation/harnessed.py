@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,7 @@ from megatron_rl.rollout.endpoint_engine import find_server
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.attempts import free_port
 from megatron_rl.runtime.logs import last_lines
-from megatron_rl.runtime.process import die_with_parent
+from megatron_rl.runtime.process import die_with_parent, variables_for_another_python
 from megatron_rl.runtime.server import VLLM, end, wait_until_healthy
 
 FOLDER = "harness"  # below the run folder, once all is done
@@ -96,11 +96,11 @@ def _served(log: Log, output: Path, gpus: int) -> Iterator[tuple[subprocess.Pope
     command = [sys.executable, *VLLM, "--model", str(config.model.path), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(config.rollout.tensor_parallel)]
     command += ["--generation-config", "vllm"]  # not the folder's own: the harness says how it samples
-    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
     if not gpus:
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(config.rollout.cpu_cache_gib * 2**30))]
         # Its threads are to sleep while they wait, as those of ranks (`attempts.rank_environment`).
-        variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+        variables.setdefault("OMP_WAIT_POLICY", "passive")
     process = _start(command, output, variables)
     try:
         wait_until_healthy(process, port, log.note)
@@ -111,14 +111,14 @@ def _served(log: Log, output: Path, gpus: int) -> Iterator[tuple[subprocess.Pope
         end(process)
 
 
-def _start(command: Sequence[str], output: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with output.open("ab") as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
+            env=variables,
             start_new_session=True,
             preexec_fn=die_with_parent(os.getpid()),
         )
@@ -139,9 +139,8 @@ def _run(log: Log, job: Job, server: subprocess.Popen[bytes] | None) -> None:
     for program, *arguments in harness.commands(job):
         log.phase(f"{program} {arguments[0]}")
         log.note(f"{program} {' '.join(arguments)}\nits output is in {output}")
-        process = _start(
-            [str(programs(name) / program), *arguments], output, {harness.key: key, **harness.variables(job)}
-        )
+        variables = {**variables_for_another_python(), harness.key: key, **harness.variables(job)}
+        process = _start([str(programs(name) / program), *arguments], output, variables)
         last_health_check = answered = time.monotonic()
         try:
             while process.poll() is None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+_WAITING_AT_ONCE = 64
+
 
 class CallTimeout(Exception):
     """A call did not end by its deadline."""
@@ -32,6 +34,12 @@ def processors() -> int:
 def call_pool() -> CallPool:
     """The pool of this process: one worker per processor."""
     return CallPool(processors())
+
+
+@functools.cache
+def waiting_pool() -> CallPool:
+    """The pool of this process for calls that mostly wait for others; one that hangs takes its place until its deadline."""
+    return CallPool(_WAITING_AT_ONCE)
 
 
 class CallPool:

@@ -1,4 +1,4 @@
-"""Which process a recorded pid means, perhaps one of another machine; and an end with one's parent."""
+"""Which process a recorded pid means, perhaps one of another machine; an end with one's parent; what a program inherits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+# Variables of this process's Python, libraries and rank, by how they begin.
+_OURS = ("PYTHON", "VIRTUAL_ENV", "MASTER_", "TORCH", "VLLM", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def started(pid: int) -> int | None:
@@ -88,3 +90,9 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return ask
+
+
+def variables_for_another_python() -> dict[str, str]:
+    """This process's variables, without those meant for its Python, its libraries and its place among ranks: a program of
+    another environment would find this one's packages by PYTHONPATH, and take itself for a rank."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}

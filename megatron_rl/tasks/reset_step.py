@@ -29,14 +29,14 @@ from megatron_rl.base.plugins import load_function
 from megatron_rl.base.typed_params import Params, Positive, check_params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.rewards.score_checks import place_of
-from megatron_rl.runtime.calls import CallPool, CallTimeout, event_loop
+from megatron_rl.runtime.calls import CallTimeout, event_loop, waiting_pool
+from megatron_rl.runtime.process import variables_for_another_python
 from megatron_rl.tasks import reset_step_worker
 from megatron_rl.tasks.openenv import Served
 from megatron_rl.tasks.reset_step_worker import Step, begun, stepped
 from megatron_rl.tasks.row_mapping import Item
 
 OPENENV = "openenv"
-_AT_ONCE = 64  # environments in threads; one that hangs takes its place until its deadline
 _MOST_BYTES = 1 << 22  # of an answer of a process
 
 
@@ -146,11 +146,6 @@ def prompts(config: TaskConfig) -> Iterator[Item]:
 
 
 # ------------------------------------------------------------------------------------------------------------- in threads
-@functools.cache
-def _pool() -> CallPool:
-    return CallPool(_AT_ONCE)
-
-
 class _InThreads:
     """Calls of an object, each in a thread. `seconds`: the deadline of each; None: the object has its own."""
 
@@ -168,11 +163,11 @@ class _InThreads:
 
     async def close(self) -> None:
         if callable(close := getattr(self._environment, "close", None)):
-            _pool().submit(close, self._seconds)  # nobody waits for it
+            waiting_pool().submit(close, self._seconds)  # nobody waits for it
 
     async def _call[T](self, what: str, function: Callable[[], T]) -> T:
         try:
-            return await asyncio.wrap_future(_pool().submit(function, self._seconds))
+            return await asyncio.wrap_future(waiting_pool().submit(function, self._seconds))
         except CallTimeout:
             raise EnvironmentFailed(f"{what}: no answer within {self._seconds:g} s") from None
         except EnvironmentFailed:
@@ -254,6 +249,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=variables_for_another_python(),
             start_new_session=True,  # a Ctrl-C in the terminal is the trainer's to handle; and what it starts ends with it
         )
         weakref.finalize(self, _end, self._process)

@@ -72,6 +72,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
+    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]  # with modules of this package
     environment: Any = None
     factories: dict[str, Any] = {}
     for line in requests:

@@ -48,6 +48,8 @@ async def world(params: dict[str, Any]) -> AsyncIterator[pipe.Answer]:
             time.sleep(600)
         if how == "raise":
             raise ValueError("no task")
+        if how == "inherit":
+            return {name: 1.0 for name in os.environ if name.startswith(("PYTHON", "LOCAL_RANK", "CUDA", "OF_A_USER"))}
         return {"reward": 1.0, "nothing": None}
 
     yield respond

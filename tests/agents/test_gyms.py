@@ -129,6 +129,15 @@ def test_a_guest_does_not_outlive_a_run_that_is_killed(tmp_path: Path, how: str)
     assert wait_until(lambda: not any(lives(int(pid)) for pid in pids.read_text().split()))
 
 
+def test_a_guest_inherits_what_is_the_users_and_nothing_of_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "PYTHONHASHSEED", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OF_A_USER"):
+        monkeypatch.setenv(name, "0")
+    rollouts, _, _ = rolled_out(tmp_path, "inherit")
+    assert {*rollouts.held[0].agent_rewards} == {"CUDA_VISIBLE_DEVICES", "OF_A_USER"}
+
+
 def test_an_environment_that_has_not_been_made_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

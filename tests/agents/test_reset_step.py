@@ -18,8 +18,10 @@ from megatron_rl.agents.registry import make_agent
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.sample import Sample
+from megatron_rl.runtime.calls import event_loop
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.loading import load_task
+from megatron_rl.tasks.reset_step import EnvironmentParams, game_maker
 from tests.agents import talking
 from tests.agents.test_tool_loop import Scripted
 from tests.agents.walking import Walk
@@ -182,6 +184,15 @@ def test_what_a_walk_prints_is_nobody_s_business(how: str, words: Any, server: d
     expected = walked(words, prompts, config)
     prompts, config = walks(words, params("processes", server, how=how))
     assert talking.bits(walked(words, prompts, config)) == talking.bits(expected)
+
+
+def test_a_process_inherits_what_is_the_users_and_nothing_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "PYTHONHASHSEED", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OF_A_USER"):
+        monkeypatch.setenv(name, "0")
+    game = game_maker(EnvironmentParams(WALK.replace("Walk", "Surroundings"), python=sys.executable))()
+    observed = asyncio.run_coroutine_threadsafe(game.reset(0), event_loop()).result()
+    assert observed == "CUDA_VISIBLE_DEVICES OF_A_USER"
+    asyncio.run_coroutine_threadsafe(game.close(), event_loop()).result()
 
 
 def test_limits_truncate_and_what_was_earned_counts(words: Any, server: dict[str, Any]) -> None:

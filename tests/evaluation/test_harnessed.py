@@ -37,3 +37,18 @@ def test_a_server_elsewhere_that_no_longer_answers_ends_the_harness(
     if not alive:
         with pytest.raises(OSError, match=r"no answer for [0-9]+ s: http://127.0.0.1:[0-9]+/v1/models"):
             harnessed._run(log, job, None)
+
+
+def test_a_harness_inherits_nothing_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tells").symlink_to("/usr/bin/env")
+    monkeypatch.setitem(HARNESSES, "evalplus", replace(HARNESSES["evalplus"], commands=lambda job: [["tells", "--"]]))
+    monkeypatch.setattr(harnessed, "programs", lambda name: tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("OF_A_USER", "1")
+    config: Any = SimpleNamespace(evaluation=EvaluationConfig(harness=HarnessConfig(name="evalplus")))
+    log: Any = SimpleNamespace(phase=lambda phase: None, note=lambda note: None)
+    server: Any = SimpleNamespace(poll=lambda: None)
+    harnessed._run(log, Job(config, Server((), "tiny"), tmp_path), server)
+    told = (tmp_path / "evalplus.log").read_text()
+    assert "OF_A_USER=1" in told
+    assert "PYTHON" not in told
