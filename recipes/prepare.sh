@@ -2,7 +2,7 @@
 # recipes/prepare.sh NAME...    downloads datasets and writes them as the recipes read them, to $DATA/<name>/<split>.jsonl
 #
 # On a machine with a network, in the environment of the package. Where there is none, copy $DATA. One name is:
-#   toolrl dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze rlhf_prompts geometry3k
+#   toolrl awpo_steps dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze rlhf_prompts geometry3k
 #   arena_hard_v01 arena_hard_v2 creative_writing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -42,6 +42,12 @@ dataset() {
       for split in train test; do
         fetch "$TOOLRL/$split.parquet" "toolrl/source/$split.parquet"
         prepare toolrl "$DATA/toolrl/source/$split.parquet" "toolrl/$split.jsonl"
+      done
+      ;;
+    awpo_steps) # every turn of ToolACE's, Hammer's (xLAM's with random names) and xLAM's dialogues; xLAM wants an account on the hub
+      prepare toolace Team-ACE/ToolACE awpo_steps/toolace.jsonl --system recipes/_data/toolrl_system.txt
+      for format in hammer xlam; do
+        prepare "$format" Salesforce/xlam-function-calling-60k "awpo_steps/$format.jsonl" --system recipes/_data/toolrl_system.txt
       done
       ;;
     dapo_math_17k) prepare dapo_math BytedTsinghua-SIA/DAPO-Math-17k dapo_math_17k/train.jsonl ;; # repeated rows are dropped

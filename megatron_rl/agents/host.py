@@ -29,6 +29,7 @@ from megatron_rl.rollout.engine import Completion, EngineError, Failure, Request
 from megatron_rl.rollout.episode import Episode, MakeEpisode, single_turn
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime.distributed import EngineGroup
+from megatron_rl.tasks.tokenizing import template_params
 
 if TYPE_CHECKING:
     from megatron_rl.agents.leader import AgentLeader
@@ -82,7 +83,7 @@ class Conversations:
         if self._leader is not None:
             key, task = self._tasks[opening.sample.agent or ""]
             if key not in self._renderers:
-                self._renderers[key] = Renderer(self._tokenizer, task.chat_params)
+                self._renderers[key] = Renderer(self._tokenizer, template_params(task))
             self._leader.start(opening, self._renderers[key], self._journal)
 
     def answer(self, completion: Completion) -> None:

@@ -33,6 +33,7 @@ from megatron_rl.data.exact_json import from_json, to_json
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.runtime import provenance
+from megatron_rl.tasks.tokenizing import template_params
 
 if TYPE_CHECKING:
     from megatron_rl.agents.session import Opening
@@ -53,7 +54,7 @@ def origin(config: Config, step: int, version: int, weights: str) -> dict[str, o
     for key, task in agent_tasks(config).items():
         if key.startswith("tasks.train."):
             assert task.agent is not None
-            known |= {f"{key}.agent": asdict(task.agent), f"{key}.chat_params": task.chat_params}
+            known |= {f"{key}.agent": asdict(task.agent), f"{key}.chat_params": template_params(task)}
             for name in _names(asdict(task.agent)):
                 if (digest := source_digest(name)) is not None:
                     known[f"the file of {name}"] = digest

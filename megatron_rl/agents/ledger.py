@@ -288,9 +288,8 @@ class Ledger:
             request = self._root(sent, tools)
         else:
             parent, count, _ = node
-            request = self._following(parent, sent[count:])
-            if self._renders and parent.drawn is not None and self._is_rewritten(request, sent):
-                request = self._root(sent, tools)
+            rewritten = self._renders and parent.drawn is not None and self._is_rewritten(parent, sent, count)
+            request = self._root(sent, tools) if rewritten else self._following(parent, sent[count:])
         if self._is_new_sequence(request) and len(self._leaves) >= self._sequences:
             raise TooManySequences(f"the rollout has had its {self._sequences} sequences")
         if self._is_new_sequence(request) and self._has_images:
@@ -309,12 +308,16 @@ class Ledger:
             if node.drawn is not None or end == len(sent):
                 yield node, end, number
 
-    def _is_rewritten(self, request: _Request, sent: list[Message]) -> bool:
-        """Whether the template writes the whole history in another text than what it goes on from has."""
+    def _is_rewritten(self, parent: _Node, sent: list[Message], count: int) -> bool:
+        """Whether the template writes the whole history in another text than it has where it goes on behind a node, which has
+        `count` of its messages."""
         with errors_named("", as_error=LedgerError):
-            whole = self._renderer.whole(sent, request.parent.tools)
+            whole = self._renderer.whole(sent, parent.tools)
         decode = self._renderer.tokenizer.decode
-        return bool(decode(whole) != decode([*request.parent.ids, *request.given]))
+        written = str(decode(whole))
+        if not written.startswith(str(decode(parent.ids))):
+            return True  # and the template may write nothing behind the turn that could be appended
+        return written != decode([*parent.ids, *self._following(parent, sent[count:]).given])
 
     def _following(self, parent: _Node, new: list[Message]) -> _Request:
         for i, message in enumerate(new, len(parent.history)):

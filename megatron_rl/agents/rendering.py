@@ -40,15 +40,16 @@ class Renderer:
     """A chat template and a tokenizer. It changes neither, so threads may share it.
 
     Args:
-        params: the template's parameters, `chat_params` of the task.
+        params: `template_params` of the task.
 
     Raises:
-        ValueError: the tokenizer has no template.
+        ValueError: there is no template.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: Mapping[str, object]) -> None:
-        check_template(tokenizer)
+        check_template(tokenizer, params.get("chat_template"))
         self.tokenizer, self.params = tokenizer, params
+        self._template = str(params.get("chat_template") or tokenizer.chat_template)
 
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """The prompt's tokens, with the beginning of the model's turn: those that a task's prompts have."""
@@ -114,7 +115,7 @@ class Renderer:
                 rewritten.append("the tools are written in another place once others follow")
         if not self._ends.last.startswith(self._ends.followed):
             rewritten.append(f"a turn ends with {self._ends.followed!r}, and the last one with {self._ends.last!r}")
-        if "strftime_now" in str(self.tokenizer.chat_template):
+        if "strftime_now" in self._template:
             rewritten.append("the prompt has the date of the day")
         return "; ".join(rewritten) or None
 
@@ -160,7 +161,7 @@ class Renderer:
 
     def _guard(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], dict[str, str], str]:
         """The messages with words in the place of tokens' texts, the words by token, and a word more."""
-        written = "\n".join([*_strings(messages), str(self.tokenizer.chat_template), json.dumps(tools, default=str)])
+        written = "\n".join([*_strings(messages), self._template, json.dumps(tools, default=str)])
         mark, *words = _words(written, 1 + len(self._guarded))
         word_of = dict(zip(self._guarded, words, strict=True))
         safe = [
@@ -242,7 +243,7 @@ class Renderer:
     def _guarded(self) -> tuple[str, ...]:
         """The added tokens that no message may write: special ones, and those that the template writes. Others, such as runs
         of spaces, are how text is encoded."""
-        template = str(self.tokenizer.chat_template)
+        template = self._template
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple(t.content for t in added if t.special or (t.content.strip() and t.content in template))
 

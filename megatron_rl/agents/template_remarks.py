@@ -15,13 +15,14 @@ from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.tool_parsers import ParserName
+from megatron_rl.tasks.tokenizing import template_params
 
 
 def template_remarks(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields sentences about the tasks that have an agent."""
     for key, task in agent_tasks(config).items():
         assert task.agent is not None
-        renderer = Renderer(tokenizer, task.chat_params)
+        renderer = Renderer(tokenizer, template_params(task))
         if (remark := renderer.rewrites()) is not None:
             then = "the next turn begins a sequence there"
             if task.agent.history == "kept":

@@ -292,7 +292,7 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
             create = config.model.create
-            if task.chat and create is not None and create.chat_template is None:
+            if task.chat and create is not None and create.chat_template is None and task.chat_template is None:
                 yield (
                     f"`tasks.{split}.{name}.chat`: the model that `model.create` makes has no chat template; write one as "
                     "`model.create.chat_template`, or set chat to false"

@@ -104,7 +104,7 @@ def _check_template(config: Config, folder: Path, command: str) -> Iterator[str]
     tasks = {f"eval.{name}": task for name, task in config.tasks.eval.items()}
     if command != "evaluate":
         tasks |= {f"train.{name}": task for name, task in config.tasks.train.items()}
-    wanting = [f"tasks.{key}.chat" for key, task in tasks.items() if task.chat]
+    wanting = [f"tasks.{key}.chat" for key, task in tasks.items() if task.chat and task.chat_template is None]
     if not wanting or any((folder / name).exists() for name in _TEMPLATES):
         return
     try:

@@ -108,6 +108,7 @@ class TaskConfig(Section):
     )
     chat: bool = key(False, "apply the tokenizer's chat template. No special tokens are added otherwise")
     tools: list[Params] = key([], "with `chat`: tools of the prompts that have none of their own, in OpenAI's form")
+    chat_template: str | None = key(None, "a file; null: the tokenizer's ([ToolRL's](agents.md#toolrls-conversations))")
     chat_params: Params = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
     weight: float | None = key(
         None,

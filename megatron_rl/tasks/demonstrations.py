@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from megatron_rl.base.messages import unknown_name
 from megatron_rl.base.typed_params import Params, check_params
@@ -162,17 +162,21 @@ WRITERS: dict[str, Callable[..., Writer]] = {
 
 
 def _column(key: str) -> Writer:
-    def write(sample_id: str, fields: Fields) -> str:
-        text = fields.get(key)
-        if not isinstance(text, str):
-            raise ValueError(f"the column {key!r} must hold the demonstration's text, not {text!r:.80}")
-        return text
+    def write(sample_id: str, fields: Fields) -> str | list[Message]:
+        shown = fields.get(key)
+        if isinstance(shown, list) and all(isinstance(message, dict) and "role" in message for message in shown):
+            return cast(list[Message], shown)
+        if not isinstance(shown, str):
+            raise ValueError(
+                f"the column {key!r} must hold the demonstration's text, or the messages behind the prompt, not {shown!r:.80}"
+            )
+        return shown
 
     return write
 
 
 def make_writer(name: str, params: Params) -> Writer:
-    """The writer a task's `demonstrations` names: a registered one, or `column:<key>`, the text of one field.
+    """The writer a task's `demonstrations` names: a registered one, or `column:<key>`, the text or messages of one field.
 
     The fields are those of a file's row, or `answer` and the metadata of a generated puzzle.
 

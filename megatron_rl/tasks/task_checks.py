@@ -20,6 +20,7 @@ from megatron_rl.tasks.row_mapping import Item, column_names, folder_of, has_col
 from megatron_rl.tasks.rows import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.sources import OWN, SOURCES, SPLIT, items_of
 from megatron_rl.tasks.templates import check_template
+from megatron_rl.tasks.tokenizing import template_params
 
 _ROWS = 8  # first rows of a file whose columns are looked at
 _MOST_ITEMS = 1_000_000_000  # prompts of a task
@@ -29,6 +30,7 @@ _ALWAYS = {
     "prompt",
     "chat",
     "chat_params",
+    "chat_template",
     "tools",
     "agent",
     "exclude",
@@ -103,6 +105,10 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
+    if config.chat_template is not None:
+        if not config.chat:
+            raise ValueError("chat_template: has no effect without chat: true")
+        template_params(config)
     if config.tools and not config.chat:
         raise ValueError("tools: has no effect without chat: true")
     for number, tool in enumerate(config.tools):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from megatron_rl.base import shipped
 from megatron_rl.base.messages import errors_named
+from megatron_rl.base.plugins import read_text
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.data.sample import Message, Prompt
 from megatron_rl.data.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, object]] | None
+_LONGEST_TEMPLATE = 2**20  # bytes
 
 
 def tokenize(prompts: Sequence[tuple[Prompt, Tools]], config: TaskConfig, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the prompts; with `chat`, of what the template makes of them and their tools."""
     if config.chat:
-        check_template(tokenizer)
-        texts = [template_text(tokenizer, as_chat(prompt), tools, config.chat_params) for prompt, tools in prompts]
+        check_template(tokenizer, config.chat_template)
+        params = template_params(config)
+        texts = [template_text(tokenizer, as_chat(prompt), tools, params) for prompt, tools in prompts]
     else:
         texts = []
         for prompt, _ in prompts:
@@ -26,9 +31,22 @@ def tokenize(prompts: Sequence[tuple[Prompt, Tools]], config: TaskConfig, tokeni
     return encode(texts, tokenizer)
 
 
-def check_template(tokenizer: Tokenizer) -> None:
-    """ValueError for a tokenizer without a chat template."""
-    if not tokenizer.chat_template:
+def template_params(config: TaskConfig) -> dict[str, object]:
+    """Returns a task's arguments of `apply_chat_template`: its `chat_params`, and the text of its `chat_template`.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if config.chat_template is None:
+        return dict(config.chat_params)
+    with errors_named(f"chat_template: cannot read {config.chat_template}", OSError, ValueError):
+        text = read_text(shipped.find_file(Path(config.chat_template)), _LONGEST_TEMPLATE)
+    return {**config.chat_params, "chat_template": text}
+
+
+def check_template(tokenizer: Tokenizer, given: object = None) -> None:
+    """ValueError for a tokenizer without a chat template, where none is `given`."""
+    if not (given or tokenizer.chat_template):
         raise ValueError("chat: true needs a tokenizer with a chat template; this one has none")
 
 

@@ -21,6 +21,7 @@ from megatron_rl.data.images import PromptImages
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.tasks.loading import refuse_long
+from megatron_rl.tasks.tokenizing import template_params
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.supervised import run_stage, train_stage
@@ -182,6 +183,6 @@ def _of_conversations(samples: Sequence[Sample], tokenizer: Tokenizer, config: C
                         "rewrites an earlier turn; set the task's `agent.history` to kept"
                     )
                 parser = task.agent.parser if task.agent is not None else "none"
-                renderer = Renderer(tokenizer, task.chat_params)
+                renderer = Renderer(tokenizer, template_params(task))
                 targets[sample.id] = conversation_ids(renderer, sample, sample.demonstration, parser)
     return targets

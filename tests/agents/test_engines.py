@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from megatron_rl.agents import guest
 from megatron_rl.config import Machine, load_recipe, to_yaml
@@ -30,6 +31,10 @@ BLOCK = 32  # tokens of vLLM's cache
 GYMS = {"verifiers": "verifiers", "nemo_gym": "nemo-gym"}  # agents and their environments
 PROGRAMS = Path(guest.__file__).with_name("guests")
 TASKSETS = Path(__file__).with_name("tasksets")
+RECORDS = (
+    "u:{% for m in messages %}{{ m.role[0] }} {{ m.content }}{{ '\\n' }}{% endfor %}<eos>{{ '\\n' }}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -80,9 +85,12 @@ def gyms_missing() -> str | None:
 
 
 def recipe(folder: Path, gyms: bool) -> Path:
-    """Prompts of five tasks: an agent in the process, one whose conversations part, programs that speak responses and
-    messages, steps, and none. `gyms`: and of two gyms."""
-    create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
+    """Prompts of six tasks: an agent in the process, one whose conversations part, one whose template rewrites histories,
+    programs that speak responses and messages, steps, and none. `gyms`: and of two gyms."""
+    # With the characters of special tokens' names, which the policy may draw: a template writes them as text.
+    create = CreateModelConfig(
+        characters=f"{talking.CHARACTERS}<>_", vocab_size=64, layers=2, hidden_size=64, init_std=0.3
+    )
     create_model(folder / "model", create, 3)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
     tasks: dict[str, Any] = {}
@@ -90,6 +98,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
         ("talk", ["what is 1+1?", "who are you?"]),
         ("outside", ["say something."]),
         ("parts", ["c?"]),
+        ("records", ["d?"]),
         ("single", ["b?", "a?"]),
     ):
         path = folder / f"{name}.jsonl"
@@ -98,6 +107,10 @@ def recipe(folder: Path, gyms: bool) -> Path:
     tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
     tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT, "dialects": ["responses", "claude"]})
     tasks["parts"]["agent"] = agent("parting", sequences=4, params={"latency": 5}) | {"max_turns": 6, "turn_tokens": 4}
+    (folder / "records.jinja").write_text(RECORDS)
+    rendered = agent("patient", sequences=2, history="rendered", params={"latency": 5, "turns_each": 2})
+    tasks["records"] |= {"agent": rendered | {"turn_tokens": 4}}  # a special token is many characters once it is text
+    tasks["records"]["chat_template"] = str(folder / "records.jinja")
     walk = {
         "environment": f"{walking.__file__}:Walk",
         "python": sys.executable,
@@ -115,7 +128,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "tasks": {"train": tasks, "eval": {"held_out": held_out}},
         "rewards": {
-            "letters": {"reward": "agent", "tasks": ["talk", "held_out"], "params": {"column": "letters"}},
+            "letters": {"reward": "agent", "tasks": ["talk", "records", "held_out"], "params": {"column": "letters"}},
             "turns": {"reward": "agent", "tasks": ["outside", "parts"]},
             "walked": {"reward": "agent", "tasks": ["walk"]},
             "short": {"reward": "length", "params": {"limit": 12}},
@@ -129,7 +142,7 @@ def recipe(folder: Path, gyms: bool) -> Path:
             "max_concurrent": 4,
         },
         "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 0.01}},
-        "trainer": {"steps": 1, "prompts_per_step": 9 if gyms else 7},
+        "trainer": {"steps": 1, "prompts_per_step": 10 if gyms else 8},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
         "checkpoint": {"every": 0},
@@ -150,7 +163,8 @@ class Ran:
         environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
         assert outcome.code == 0, outcome.message
-        self.prompts = 9 if gyms else 7
+        self.folder = folder
+        self.prompts = 10 if gyms else 8
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
         self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
@@ -180,7 +194,26 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
     assert turns.count(3) == 3 * GROUP
     assert turns.count(1) == 2 * GROUP
     parted = [record for record in of_two_ranks.drawn.values() if len(record["sequences"]) > 1]
-    assert [(record["turns"], len(record["sequences"])) for record in parted] == [(6, 4)] * GROUP
+    assert {(record["id"], record["turns"], len(record["sequences"])) for record in parted} == {
+        ("parts/0", 6, 4),
+        ("records/0", 2, 2),
+    }
+
+
+def test_each_turn_is_drawn_behind_the_history_as_the_template_writes_it(of_two_ranks: Ran, two_engines: Ran) -> None:
+    decode = AutoTokenizer.from_pretrained(str(two_engines.folder / "model")).decode
+    for ran in (of_two_ranks, two_engines):
+        records = [record for record in ran.drawn.values() if record["id"] == "records/0"]
+        assert len(records) == GROUP
+        for record in records:
+            said = record["messages"]
+            for number, (tokens, begin, end) in enumerate(turns_of(record)):
+                before, turn = said[: 1 + 2 * number], said[1 + 2 * number]
+                written = "".join(f"{message['role'][0]} {message['content']}\n" for message in before)
+                assert decode(tokens[:begin]) == f"u:{written}<eos>\na:"
+                assert decode(tokens[begin:end]).removesuffix("<eos>") == turn["content"]
+                assert end == len(tokens)
+            assert number == 1
 
 
 def walked(record: dict[str, Any]) -> bool:

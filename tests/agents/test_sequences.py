@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ import numpy as np
 import pytest
 
 from megatron_rl.agents.ledger import Ledger, LedgerError, TooManySequences
+from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply
+from megatron_rl.config.schema import TaskConfig
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Message, Sample
 from megatron_rl.evaluation import response_log
 from megatron_rl.evaluation.samples import conversation_of
 from megatron_rl.rollout.sampling import rollout_seed
-from megatron_rl.tasks.tokenizing import encode
+from megatron_rl.tasks.tokenizing import encode, template_params
 from tests.agents import talking
-from tests.agents.conversing import TOOLS, renderer_of
+from tests.agents.conversing import PROPERTIES, TOOLS, renderer_of, tokenizer_of
 from tests.agents.test_conversations import Talks, words  # noqa: F401
 
 END = 0  # <|im_end|>
@@ -270,6 +273,41 @@ def test_a_history_that_the_template_rewrites_is_kept_or_begins_a_sequence(rende
     if renders:
         assert asked == renderer.whole(given, TOOLS)
         assert rollout.sequence_lengths[1] == len(asked) + len(drawn[-1])
+
+
+def test_conversations_in_toolrls_form_are_asked_about_as_its_data_has_them() -> None:
+    """The layout of rows of its data, of which `recipes/_data/toolrl.jinja` writes 299 of 300 character by character."""
+    task = TaskConfig("jsonl", chat=True, chat_template="recipes/_data/toolrl.jinja")
+    renderer = Renderer(tokenizer_of("qwen2.5"), template_params(task))
+    sample = Sample("task/0", "task", [USER], renderer.first([USER], TOOLS), metadata={"tools": TOOLS})
+    ledger, messages, asked = Ledger(renderer, sample, 3, True), [USER], list[str]()
+    calls = "\n".join(f'{{"name": "look", "parameters": {{"what": "{what}"}}}}' for what in ("lamp", "é"))
+    turns = [
+        f"<think> I look. </think>\n<tool_call>\n{calls}\n</tool_call>",
+        "<think> Lit. </think>\n<response> It is. </response>",
+        "<response> Yes. </response>",
+    ]
+    replies = [[{"role": "tool", "content": text} for text in ('{"lit": true}', "It's dark.")], [AGAIN], []]
+    for number, (text, following) in enumerate(zip(turns, replies, strict=True)):
+        asked.append(renderer.tokenizer.decode(ledger.request(messages, TOOLS)))
+        ids = [*encode([text], renderer.tokenizer)[0], END]
+        message = read_reply(text, "stop", "toolrl", number, tools=TOOLS).message
+        ledger.record(ids, None, 0, "stop", message)
+        messages = [*messages, message, *following]
+    first, user = "<|im_start|>user\n**Dialogue Records History**\n", "<user> Look. </user>"
+    system, records = asked[0].split(first)
+    assert records == f"{user}<|im_end|>\n<|im_start|>assistant\n"
+    written = Path("recipes/_data/toolrl_system.txt").read_text()  # with which the rows of single steps are made
+    listed = f"1. Name: look\nDescription: Looks.\nParameters: {json.dumps(PROPERTIES)}"
+    assert system == f"<|im_start|>system\n{written.replace('{tools}', listed)}<|im_end|>\n"
+    escaped = turns[0].replace("é", "\\u00e9")
+    observed = '<obs> [{"name": "look", "results": {"lit": true}}, {"name": "look", "results": "It\'s dark."}] </obs>'
+    once = f"{system}{first}{user}\n\n{escaped}\n{observed}"
+    assert asked[1] == f"{once}<|im_end|>\n<|im_start|>assistant\n"
+    assert asked[2] == f"{once}\n\n{turns[1]}\n\n<user> And now? </user><|im_end|>\n<|im_start|>assistant\n"
+    rollout = Rollout("task/0", 0, ledger.segments, "stop", conversations=ledger.conversations)
+    assert len(rollout.sequence_lengths) == 3
+    assert "".join(str(message["role"])[0] for message in ledger.messages) == "uattaua"
 
 
 def test_rendered_histories_need_sequences() -> None:

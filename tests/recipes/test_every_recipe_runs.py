@@ -257,7 +257,7 @@ def test_the_reverse_kl_of_the_rollouts_is_that_of_the_tokens_that_are_trained_o
 
 def test_awpos_judge_is_asked(ran: Ran) -> None:
     rows = [ran.rows(name)[1] for name in TRAININGS if name.startswith("awpo/")]
-    assert len(rows) == 4
+    assert len(rows) == 5
     asked = [row["judge/scored"] - row["judge/cache_hits"] for row in rows]
     assert all(count > 0 for count in asked)
     assert ran.judged >= sum(asked)

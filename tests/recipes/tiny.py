@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 def kind(path: Path) -> tuple[dict[str, Any], str]:
     """Of a file below $DATA, see `KINDS`."""
-    return KINDS.get(path.parent.name, SUMS)
+    return KINDS.get(path.parent.name.replace("awpo_steps", "toolrl"), SUMS)
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
@@ -123,6 +123,8 @@ def overrides(config: Config, data: Path) -> list[str]:
     # The models that recipes make are tiny already, and learn from demonstrations of full length.
     prompt = 2048 if config.model.create is None else rollout.max_prompt_tokens  # characters, where others have words
     response = MAX_TOKENS if config.model.create is None else rollout.max_tokens
+    if any(task.chat_template is not None for task in config.tasks.train.values()):  # long, and begun anew by each turn
+        prompt, response = 2 * prompt, 3 * prompt
     changed: dict[str, Any] = {
         # sizes
         "rollout.max_tokens": response,
@@ -225,6 +227,10 @@ def right_responses(config: Config) -> set[str]:
     for task in config.tasks.train.values():
         if task.source in ("jsonl", "parquet"):
             forms.add(kind(Path(str(task.path)))[1])
+        elif task.source == "tool_house":  # the first of the gold calls
+            for item in SOURCES[task.source].items(replace(task, size=1)):
+                call = json.dumps((item.tool_calls or [CALL])[0]).replace("{", "{{").replace("}", "}}")
+                forms.add(f"<think> {{n}} </think>\n<tool_call>\n{call}\n</tool_call>")
         elif task.source == "reasoning_gym":
             [item] = SOURCES[task.source].items(replace(task, size=1))
             forms.add("{n}: Answer: " + str(item.answer).replace("{", "{{").replace("}", "}}"))

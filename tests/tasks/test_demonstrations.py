@@ -49,3 +49,17 @@ def test_misspelled_or_misplaced() -> None:
         make_writer("column:text", {"share": 0.4})
     with pytest.raises(ValueError, match="chain_sum only"):
         make_writer("chain_sum_steps", {})("s/0", {**FIELDS, "source_dataset": "countdown"})
+
+
+def test_a_column_has_a_text_or_the_messages_of_a_conversation() -> None:
+    turns = [
+        {"role": "assistant", "content": "Ready?"},
+        {"role": "user", "content": "Yes."},
+        {"role": "assistant", "content": "Go."},
+    ]
+    write = make_writer("column:shown", {})
+    assert write("t/0", {"shown": "Go."}) == "Go."
+    assert write("t/0", {"shown": turns}) == turns
+    for wrong in (None, ["Go."], [{"content": "Go."}]):
+        with pytest.raises(ValueError, match="'shown' must hold the demonstration's text, or the messages behind"):
+            write("t/0", {"shown": wrong})

@@ -156,6 +156,12 @@ def test_splits_and_weights_where_they_do_not_belong(tmp_path: Path) -> None:
     config.train["all"].chat_params = {"enable_thinking": False}
     with pytest.raises(ValueError, match="chat_params: has no effect without chat: true"):
         check_tasks(config)
+    config.train["all"].chat_params, config.train["all"].chat_template = {}, "nowhere.jinja"
+    with pytest.raises(ValueError, match="chat_template: has no effect without chat: true"):
+        check_tasks(config)
+    config.train["all"].chat = True
+    with pytest.raises(ValueError, match="chat_template: cannot read nowhere"):
+        check_tasks(config)
 
 
 def test_an_evaluation_reads_train_tasks_only_where_a_split_takes_its_prompts_from_them(
