@@ -37,6 +37,8 @@ from typing import IO, Any, TextIO
 
 from megatron_rl.runtime import spawn
 from megatron_rl.runtime.attempts import rank_environment
+from tests import warm_helpers
+from tests.warm_helpers import end_with
 
 IMPORTED = (
     "megatron.core.dist_checkpointing",
@@ -56,7 +58,6 @@ IMPORTED = (
 )
 RANKS = 4  # as many as any test starts
 _LARGEST = 2**17  # bytes of a request: mostly the environment
-_PR_SET_PDEATHSIG = 1
 
 
 # ---------------------------------------------------------------------------------------------------------- in a test
@@ -165,7 +166,8 @@ def _forge() -> socket.socket:
     own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     room = "x" * 2**12  # what /proc shows as its command line and environment has to hold those of its forks
     subprocess.Popen(
-        [sys.executable, __file__, str(its.fileno()), room],
+        [sys.executable, "-m", "tests.warm", str(its.fileno()), room],
+        cwd=Path(__file__).parents[1],
         stdin=subprocess.DEVNULL,
         pass_fds=[its.fileno()],
         env={**os.environ, **rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "ROOM": "x" * 2**16},
@@ -198,6 +200,7 @@ def _receive(channel: socket.socket) -> tuple[Task, list[int]] | None:
 
 
 def main() -> None:
+    helpers = warm_helpers.start()
     import_all()
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         ordered = _serve(requests)
@@ -220,6 +223,7 @@ def main() -> None:
         answer = _above(1000, launcher.detach())  # none of the numbers that the task's files get
         _become(task, files, [answer])
         os.close(answer)
+    warm_helpers.use(helpers)
     _run(task.arguments)
 
 
@@ -301,9 +305,7 @@ def _blank_rank(blanks: list[tuple[int, socket.socket]]) -> socket.socket | None
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:
-                os._exit(1)
+            end_with(launcher)
             return its
         its.close()
         blanks.append((pid, own))
