@@ -316,7 +316,7 @@ class Ledger:
         decode = self._renderer.tokenizer.decode
         written = str(decode(whole))
         if not written.startswith(str(decode(parent.ids))):
-            return True  # and the template may write nothing behind the turn that could be appended
+            return True  # whatever would be appended
         return written != decode([*parent.ids, *self._following(parent, sent[count:]).given])
 
     def _following(self, parent: _Node, new: list[Message]) -> _Request:
