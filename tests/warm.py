@@ -6,6 +6,7 @@ forks of the same untouched process, and its children. All have what a new proce
 too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they exit as Python
 does. But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests torchrun's second
 attempt, NeMo-Run's jobs, and one that is told to end while it imports. `python` is for jobs, whose ranks Slurm is to start.
+Helpers of rewards are forks as well (`warm_helpers.py`).
 """
 
 from __future__ import annotations
