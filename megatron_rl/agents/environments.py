@@ -35,7 +35,8 @@ class Environment(Protocol):
         ...
 
     def reward(self, task: Mapping[str, object], messages: Sequence[Message]) -> Verdict | Awaitable[Verdict]:
-        """Called after the last turn; returns one number, or one by column. `messages`: the whole conversation."""
+        """Called after the last turn; returns one number, or one by column; a list in the place of a number has one per turn
+        of the model. `messages`: the whole conversation."""
         ...
 
 

@@ -29,8 +29,9 @@ def gymnasium(
 ) -> RunAgent:
     """Plays an environment with Gymnasium's interface from the prompt's `seed`, until it is terminated or truncated.
 
-    It is worth the sum of the rewards. The task's limits truncate as the environment itself does: what was earned until
-    then counts. What an environment raises, and a call that is late, are failures of the infrastructure.
+    Each turn has the reward of its step, and the conversation is worth their sum. The task's limits truncate as the
+    environment itself does: what was earned until then counts. What an environment raises, and a call that is late, are
+    failures of the infrastructure.
 
     Args:
         environment, environment_params, python, step_seconds: as of the source `gymnasium`, whose prompts have the first
@@ -45,24 +46,24 @@ def gymnasium(
     except re.error as error:
         raise ValueError(f"action: {action!r} is no regular expression: {error}") from None
 
-    async def run(model: AsyncOpenAI, task: AgentTask) -> float:
+    async def run(model: AsyncOpenAI, task: AgentTask) -> list[float]:
         messages: list[Any] = [*cast(list[Message], task["prompt"])]
         game = make()
         try:
             _check_first(await game.reset(_seed_of(task)), messages[-1])
-            total = 0.0
+            rewards = list[float]()
             while True:
                 try:
                     answer = await model.chat.completions.create(model="policy", messages=messages)
                 except Exception as refusal:  # of openai's classes, which take a second to import
                     if getattr(refusal, "code", None) in _LIMITS:
-                        return total
+                        return rewards
                     raise
                 messages.append(answer.choices[0].message.to_dict())
                 said = await game.step(_action(pattern, answer.choices[0].message.content or ""))
-                total += said.reward
+                rewards.append(said.reward)
                 if said.ended:
-                    return total
+                    return rewards
                 messages.append({"role": "user", "content": cut(said.observation, longest_observation)})
         finally:
             await game.close()

@@ -66,4 +66,5 @@ def _agent(environment: str, params: Mapping[str, object], key: str, column: str
         guest = await the_guest(command, params)
         return cast(Verdict, await guest.ask({key: task_data, "base_url": task.base_url, "api_key": task.api_key}))
 
+    run.rewards_turns = False  # type: ignore[attr-defined]  # what comes from a guest is one number per conversation
     return run

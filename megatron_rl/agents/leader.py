@@ -7,12 +7,12 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import httpx2
 from openai import AsyncOpenAI
 
+from megatron_rl.agents.agent_rewards import Rewards
 from megatron_rl.agents.endpoint import HttpServer, make_app
 from megatron_rl.agents.failures import AgentsFailed, FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.journal import ConversationJournal, StepJournal
@@ -173,9 +173,7 @@ class AgentLeader:
         self._sessions[session.name] = self._of_rollout[opening.name] = session
         return session
 
-    async def _attempt(
-        self, session: Session, patience: Patience
-    ) -> tuple[Mapping[str, float], FailedBy | None, str | None]:
+    async def _attempt(self, session: Session, patience: Patience) -> tuple[Rewards, FailedBy | None, str | None]:
         """Rewards by column, who failed, and how."""
         opening = session.opening
         run, _ = self._agents[opening.key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_rl.base.messages import errors_named, unknown_name
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 T = TypeVar("T")
-Verdict: TypeAlias = float | Mapping[str, float] | None
-"""A number, or one per column of the reward `agent`; None, or NaN in a column: none, other rewards decide."""
+Verdict: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
+"""A number, or one per column of the reward `agent`; None, or NaN in a column: none, other rewards decide. A list
+in the place of a number has the reward of each turn of the policy, in the order of their requests; it counts as their sum."""
 RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
+"""An attribute `rewards_turns = False` says that it never returns a list."""
 Factory: TypeAlias = Callable[..., RunAgent]
 
 _BUILT_IN: dict[str, str] = {  # name -> the module that registers it
@@ -52,7 +54,7 @@ class AgentTask(dict[str, object]):
         items: Mapping[str, object],
         address: Callable[[], str],
         api_key: str,
-        posted_reward: Callable[[], Awaitable[Mapping[str, float]]],
+        posted_reward: Callable[[], Awaitable[Mapping[str, float | Sequence[float]]]],
         reply: Callable[[object, Callable[[], Awaitable[Any]], bool], Awaitable[Any]],
     ) -> None:
         super().__init__(items)
@@ -167,6 +169,8 @@ def check_agents(config: Config) -> None:
                 f"{key}.agent.seconds ({task.agent.seconds:g}) must be less than the watchdog's {limit:g} seconds for the "
                 "phase `generate`; lower it, or raise watchdog.phases.generate (minutes)"
             )
+    if config.algorithm.credit == "turn":
+        _check_turns(config)
     for name, reward in config.rewards.items():
         if reward.reward == "agent":
             every: Iterable[str] = {**config.tasks.train, **config.tasks.eval}
@@ -176,3 +180,34 @@ def check_agents(config: Config) -> None:
                         f"rewards.{name}: no agent converses about the prompts of task {task_name!r}; list the tasks that "
                         f"have an agent in rewards.{name}.tasks, or give that task one"
                     )
+
+
+def _check_turns(config: Config) -> None:
+    """ValueError: no turn of this recipe can have a reward, or turns of a group have no order in which they compare."""
+    instead = "set algorithm.credit=rollout"
+    tasks = {key: task for key, task in agent_tasks(config).items() if key.startswith("tasks.train.")}
+    if not tasks:
+        raise ValueError(f"algorithm.credit=turn: no training task has an agent, so rollouts have one turn; {instead}")
+    if all(reward.reward != "agent" for reward in config.rewards.values()):
+        raise ValueError(
+            "algorithm.credit=turn: the rewards of turns are what an agent returns, and none of `rewards` reads it; add one "
+            f"with reward: agent, or {instead}"
+        )
+    for name, reward in config.rewards.items():
+        if reward.reward == "agent" and reward.condition is not None:
+            raise ValueError(
+                f"rewards.{name}.condition is for a number per rollout, and algorithm.credit=turn has one per turn; {instead}"
+            )
+    gives = dict[str, bool]()
+    for key, task in tasks.items():
+        assert task.agent is not None
+        if task.agent.sequences > 1:
+            raise ValueError(
+                f"{key}.agent.sequences={task.agent.sequences}: algorithm.credit=turn compares the k-th turns of a group, "
+                f"and those of several sequences have no common order; {instead}, or sequences to 1"
+            )
+        gives[f"{key}.agent ({task.agent.name})"] = getattr(
+            make_agent(task.agent.name, **task.agent.params), "rewards_turns", True
+        )
+    if not any(gives.values()):
+        raise ValueError(f"algorithm.credit=turn: {', '.join(gives)} gives turns no rewards; {instead}")

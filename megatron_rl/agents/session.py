@@ -14,13 +14,14 @@ from typing import NoReturn, cast
 
 import numpy as np
 
-from megatron_rl.agents.agent_rewards import rewards_of
+from megatron_rl.agents.agent_rewards import Rewards, check_turns, of_turns, rewards_of, totals
 from megatron_rl.agents.failures import FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.journal import ConversationJournal
 from megatron_rl.agents.ledger import Ledger, LedgerError, TooManySequences
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.replies import read_reply, turn_text
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import AgentConfig
 from megatron_rl.data.rollout import Rollout, Segment
 from megatron_rl.data.sample import Message, Sample
@@ -150,7 +151,7 @@ class Session:
         self._last: tuple[object, PolicyTurn] | None = None
         self.replied: dict[str, list[Message]] = {}  # replies that a request may name, and what was said up to each
         self._finish_reason, self._text = "stop", ""  # of the last turn
-        self._given: dict[str, float] | None = None
+        self._given: Rewards | None = None
         self._was_given = asyncio.Event()
 
     # ----------------------------------------------------------------------------------------------------- the agent's
@@ -239,17 +240,17 @@ class Session:
         self._given = rewards
         self._was_given.set()
 
-    async def given(self) -> dict[str, float]:
+    async def given(self) -> Rewards:
         """Waits for `give`, and returns its rewards."""
         await self._was_given.wait()
         assert self._given is not None
         return dict(self._given)
 
-    def verdict(self, returned: Verdict) -> dict[str, float]:
+    def verdict(self, returned: Verdict) -> Rewards:
         """The rewards, which the agent has returned or a program has given.
 
         Raises:
-            InfrastructureFailed: it is neither a number nor a mapping of numbers, or there are two.
+            InfrastructureFailed: it is no reward, there are two, or a list has not one number per turn.
         """
         try:
             rewards = rewards_of(returned)
@@ -257,7 +258,10 @@ class Session:
             raise InfrastructureFailed(f"the agent returned {error}") from error
         if returned is not None and self._given is not None and str(self._given) != str(rewards):
             raise InfrastructureFailed(f"the agent returned {rewards}, and a program gave {self._given}")
-        return rewards if returned is not None or self._given is None else self._given
+        rewards = rewards if returned is not None or self._given is None else self._given
+        with errors_named("", as_error=InfrastructureFailed):
+            check_turns(rewards, self.ledger.turns)
+        return rewards
 
     def _request(self, asked: Callable[[], list[int]], most: int | None) -> Request:
         """The next turn's. Within the limits, or RefusedTurn."""
@@ -334,7 +338,7 @@ class Session:
         while self._under_way is not None:
             await asyncio.wait({self._under_way.reply})
 
-    def rollout(self, rewards: Mapping[str, float], failed_by: FailedBy | None) -> Rollout:
+    def rollout(self, rewards: Rewards, failed_by: FailedBy | None) -> Rollout:
         """The rollout to train on: all turns that were recorded; none where the infrastructure failed."""
         opening, lost = self.opening, failed_by == "infrastructure"
         none_drawn = [
@@ -351,7 +355,8 @@ class Session:
             conversations=conversations if len(conversations) > 1 else [],
             messages=opening.messages if lost or not self.ledger.turns else self.ledger.messages,
             last_turn="" if lost else self._text,
-            agent_rewards=rewards,
+            agent_rewards=totals(rewards),
+            turn_rewards=of_turns(rewards),
             failed_by=failed_by,
         )
 

@@ -20,6 +20,8 @@ from megatron_rl.runtime.calls import CallTimeout, waiting_pool
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+_WITHOUT_TURN_REWARDS = ("mcp", "python")
+
 
 @register_agent("tools")
 def tools(
@@ -75,6 +77,7 @@ def tools(
                 text = await task.recorded([messages, wanted.id], reply, again=True)
                 messages.append({"role": "tool", "tool_call_id": wanted.id, "content": cut(text, longest_reply)})
 
+    run.rewards_turns = environment not in _WITHOUT_TURN_REWARDS  # type: ignore[attr-defined]
     return run
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import Denominators, at_least_one, count_live, token_coefficients, weighted_sum
 from megatron_rl.algorithms.correction import Correction, correct, correction_metrics, sequence_log_ratio
+from megatron_rl.algorithms.credit import estimate_turns
 from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
 from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
@@ -42,6 +43,8 @@ class StepAdvantages:
     clip_range: tuple[float, float] | None = None  # give it to every `policy_loss` of the step
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for the step's log
     group: dict[str, Tensor] = field(default_factory=dict)  # the estimator's quantities per prompt, [n] each
+    # float [n, m, T], where each turn has one of its own, 0 where there is no such turn; `advantages` are then their means
+    turns: Tensor | None = None
 
 
 class Algorithm:
@@ -83,7 +86,8 @@ class Algorithm:
         """Advantages of a step, and which rollouts are trained on.
 
         Args:
-            table: raw task rewards of the whole batch, over all data-parallel ranks.
+            table: raw task rewards of the whole batch, over all data-parallel ranks; with its `turns` where
+                `algorithm.credit` is `turn`.
             truncated: bool [n, m]: rollouts cut at the token limit. Needed unless `algorithm.truncated` is `keep`.
             reference_kl: [n, m], from `sequence_kl`. Needed with `algorithm.kl.reward_coef`.
 
@@ -111,14 +115,18 @@ class Algorithm:
         if int(complete.any(1).sum()) < self.estimator.needs.prompts:
             complete = torch.zeros_like(complete)
         metrics["groups/trained"] = float(complete.any(1).sum())
-        result = self.estimator(with_valid(shaped, complete)) if complete.any() else None
-        if result is None:
+        if not complete.any():
             dtype = torch.float64 if table.values.dtype == torch.float64 else torch.float32
             return StepAdvantages(torch.zeros_like(valid, dtype=dtype), complete, has_variance, None, metrics)
+        shaped, turns = with_valid(shaped, complete), None
+        if config.credit == "turn":
+            result, turns = estimate_turns(self.estimator, shaped)
+        else:
+            result = self.estimator(shaped)
         metrics.update(advantage_metrics(result.advantages, complete))
         metrics.update(result.metrics)
         return StepAdvantages(
-            result.advantages, complete & ~lossless, has_variance, result.clip_range, metrics, result.group
+            result.advantages, complete & ~lossless, has_variance, result.clip_range, metrics, result.group, turns
         )
 
     def _shape(self, table: RewardTable, reference_kl: Tensor | None) -> RewardTable:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.credit import turn_tables
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods.groups import Groups
 
@@ -55,7 +56,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
 
 def groups_with_variance(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
     """Prompts with signal (not zero-variance): some reward of non-zero weight differs between two rollouts, or tokens have
-    rewards. bool [n].
+    rewards; where turns have advantages of their own, some return of the k-th turns differs. bool [n].
 
     Args:
         table: raw task rewards, before any shaping.
@@ -67,6 +68,9 @@ def groups_with_variance(table: RewardTable, columns: Sequence[str] | None = Non
     names = table.names if columns is None else tuple(columns)
     for name in names:
         table.column(name)
+    if table.turns is not None:
+        with_signal = [groups_with_variance(turn, columns) for turn in turn_tables(table)]
+        return torch.stack([table.mask.any(1) & False, *with_signal]).any(0)
     if table.has_token_rewards and columns is None:
         return table.mask.any(1)
     groups = Groups(table)

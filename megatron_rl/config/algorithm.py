@@ -71,6 +71,11 @@ class AlgorithmConfig(Section):
     )
     plugins: list[str] = key([], "Python files or modules that register your own estimators or surrogates")
     estimator: MethodConfig = field(default_factory=lambda: MethodConfig(name="grpo"))
+    credit: Literal["rollout", "turn"] = key(
+        "rollout",
+        "what has an advantage: a rollout, or [each turn](agents.md#credit) of an agent's conversation",
+    )
+    gamma: Annotated[float, Field(gt=0, le=1)] = key(1.0, "discount of rewards from a turn to the one before")
     surrogate: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
     ratio: Ratio = key("token", "`sequence` is the geometric mean: [ratios](algorithms/ratios.md)")
     aggregation: Aggregation = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from megatron_rl.base.messages import errors_named
@@ -50,6 +51,25 @@ def check_method_choice(config: Config) -> Iterator[str]:
         yield "`algorithm.zero_variance_rewards` has no effect while `algorithm.drop_zero_variance_groups` is false"
 
 
+def _check_credit(config: AlgorithmConfig) -> None:
+    """ValueError: the estimator has no advantage of a turn."""
+    if config.credit == "rollout":
+        return
+    name = config.estimator.name
+    method = get_method(ESTIMATOR, name)
+    why = None
+    if method.token_part is not None:
+        why = "gives each token an advantage"
+    elif method.needs_with(check_method(ESTIMATOR, name, config.estimator.params)).greedy:
+        why = "compares with a greedy rollout, whose turns are others"
+    elif inspect.isclass(method.function):
+        why = "remembers a statistic of whole rollouts from step to step"
+    if why is not None:
+        raise ValueError(
+            f"algorithm.credit=turn: the estimator {name!r} {why}; set algorithm.credit=rollout, or choose another estimator"
+        )
+
+
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Checks a complete section on its own: names, parameters, and options that would do nothing.
 
@@ -63,6 +83,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     for kind, key, method in ((ESTIMATOR, "estimator", config.estimator), (SURROGATE, "surrogate", config.surrogate)):
         with errors_named(f"algorithm.{key}"):
             check_method(kind, method.name, method.params)
+    _check_credit(config)
     _check_correction(config.correction)
     if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
         raise ValueError(

@@ -79,7 +79,7 @@ class TrainBatch:
     rollout_logprobs: Mapping[int, np.ndarray]  # float32 [sampled tokens], from the engine; of those that this rank has
     advantages: Mapping[int, np.ndarray]  # float32 [sampled tokens]; of those that this rank has
     group: np.ndarray  # int64 [rollouts]: index of the prompt within the step
-    by_token: bool = False  # a token part made the advantages; False: all tokens of a rollout have the same
+    by_token: bool = False  # tokens of a rollout may have different advantages: a token part's, or their turns'
 
     def __len__(self) -> int:
         return len(self.sequences)

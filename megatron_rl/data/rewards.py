@@ -9,6 +9,24 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class TurnRewards:
+    """What the turns of conversations were worth; T turns in the longest. A response is one turn.
+
+    Attributes:
+        count: int64 [n, m], turns of each rollout; 0: it has none.
+        lengths: float64 [n, m, T], drawn tokens.
+        rewards: float64 [n, m, T] by column of the table, of the columns in which each turn has a reward of its own. In a
+            rollout whose turns have none, its value is the last turn's.
+        gamma: discount from one turn to the one before.
+    """
+
+    count: Tensor
+    lengths: Tensor
+    rewards: Mapping[str, Tensor]
+    gamma: float = 1.0
+
+
 @dataclass
 class RewardTable:
     """Rewards of one step's whole batch, over all data-parallel ranks; what every advantage estimator reads.
@@ -23,6 +41,8 @@ class RewardTable:
         scored: bool tensor [n, m, k]; False where a reward has no value for a rollout (a judge that did not answer).
             Values there are ignored, see `filled`. None: every reward has scored every rollout.
         has_token_rewards: beside these numbers, tokens have rewards (of weights other than 0), so no group is without signal.
+        turns: where each turn gets an advantage of its own.
+        sizes: float64 [n, m, k], what the rounding noise of `values` is relative to, where these are sums. None: themselves.
 
     Raises:
         ValueError: on shapes that do not agree, an unknown name in `weights`, or non-finite values that count.
@@ -36,6 +56,8 @@ class RewardTable:
     greedy: Tensor | None = None
     scored: Tensor | None = None
     has_token_rewards: bool = False
+    turns: TurnRewards | None = None
+    sizes: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.names = tuple(self.names)
@@ -53,6 +75,7 @@ class RewardTable:
             ("lengths", self.lengths, (n, m)),
             ("greedy", self.greedy, (n, k)),
             ("scored", self.scored, (n, m, k)),
+            ("sizes", self.sizes, (n, m, k)),
         ):
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} to go with values, not {tuple(tensor.shape)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class Rollout:
     )
     last_turn: str | None = None  # of a conversation, as the policy wrote it; None: it is in `messages`
     agent_rewards: Mapping[str, float] = field(default_factory=dict)  # what the agent returned, by column
+    # Of those of `agent_rewards` that are sums: each turn's, in the order in which the turns were asked for.
+    turn_rewards: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     # Who broke the conversation off. After the infrastructure it has no tokens behind the prompt, and no rewards.
     failed_by: Literal["model", "infrastructure"] | None = None
 
@@ -132,6 +134,11 @@ class Rollout:
         return len(self.response_ids)
 
     @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """Sampled tokens of each turn, in the order of `segments`."""
+        return tuple(len(segment.ids) for segment in self.segments if segment.logprobs is not None)
+
+    @property
     def version(self) -> int:
         """Optimizer steps behind the oldest weights that drew a part of it; -1: no part was drawn."""
         return min((segment.version for segment in self.segments if segment.logprobs is not None), default=-1)
@@ -204,6 +211,16 @@ class ScoredLength:
     rewards: Mapping[str, float]
 
 
+class Turns(NamedTuple):
+    """What every rank knows of the turns of a conversation of one sequence, where each has an advantage of its own.
+
+    `lengths`: drawn tokens of each. `rewards`: of each, by the agent's columns that have them; None: the policy broke it off.
+    """
+
+    lengths: tuple[int, ...]
+    rewards: Mapping[str, tuple[float, ...]] | None
+
+
 @dataclass
 class Rollouts:
     """`count` rollouts of each prompt. Row `i * count + j` is rollout j of prompt i: the order everywhere, whoever drew it.
@@ -223,6 +240,8 @@ class Rollouts:
     token_weights: Mapping[str, float] = field(
         default_factory=dict
     )  # of the columns of `Rollout.token_rewards`, in order
+    # By row, of conversations that were not lost; None: turns have no advantages of their own.
+    turns: Mapping[int, Turns] | None = None
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -269,14 +288,17 @@ class Rollouts:
         held = {new: self.held[old] for new, old in enumerate(rows) if old in self.held}
         facts = self.facts[rows]
         facts["row"] = np.arange(len(rows))
-        return replace(
-            self, samples=[self.samples[i] for i in chosen], facts=facts, held=held, rewards=self.rewards[rows]
-        )
+        samples, rewards = [self.samples[i] for i in chosen], self.rewards[rows]
+        turns = self.turns and {new: self.turns[old] for new, old in enumerate(rows) if old in self.turns}
+        return replace(self, samples=samples, facts=facts, held=held, rewards=rewards, turns=turns)
 
     def __add__(self, other: Rollouts) -> Rollouts:
         """Other prompts' after these."""
         facts = np.concatenate([self.facts, other.facts])
         facts["row"] = np.arange(len(facts))
         held = self.held | {len(self) + row: rollout for row, rollout in other.held.items()}
-        rewards = np.concatenate([self.rewards, other.rewards])
-        return replace(self, samples=self.samples + other.samples, facts=facts, held=held, rewards=rewards)
+        rewards, turns = np.concatenate([self.rewards, other.rewards]), self.turns
+        if turns is not None:
+            turns = {**turns, **{len(self) + row: each for row, each in (other.turns or {}).items()}}
+        samples = self.samples + other.samples
+        return replace(self, samples=samples, facts=facts, held=held, rewards=rewards, turns=turns)

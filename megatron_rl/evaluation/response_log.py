@@ -139,6 +139,7 @@ def _conversation(rollout: Rollout) -> dict[str, object]:
         "conversations": rollout.conversations,
         "last_turn": rollout.last_turn,
         "agent_rewards": {name: None if math.isnan(value) else value for name, value in rollout.agent_rewards.items()},
+        "turn_rewards": dict(rollout.turn_rewards),
         "failed_by": rollout.failed_by,
     }
 
@@ -162,6 +163,7 @@ def _rollout(sample: Sample, row: Mapping[str, Any]) -> Rollout:
         conversations=row["conversations"],
         last_turn=row["last_turn"],
         agent_rewards=rewards,
+        turn_rewards={name: tuple(values) for name, values in row.get("turn_rewards", {}).items()},
         failed_by=row["failed_by"],
     )
 

@@ -52,18 +52,20 @@ def write_samples(
 
 
 def conversation_of(sample: Sample, rollout: Rollout) -> dict[str, object]:
-    """`conversation`, the messages after the prompt, `turn_tokens`, of the assistant's among them, and who broke it off:
-    `failed_by`; nothing of a response.
+    """`conversation`, the messages after the prompt, `turn_tokens`, of the assistant's among them, `turn_rewards` by column,
+    and who broke it off: `failed_by`; nothing of a response.
 
     Of several sequences those of each, behind a message of the role `sequence`; of tokens that were not sampled in it, 0.
     """
     turns = [segment for segment in rollout.segments if segment.logprobs is not None]
     if not rollout.is_conversation:
         return {}
-    failed = {} if rollout.failed_by is None else {"failed_by": rollout.failed_by}
+    facts: dict[str, object] = {} if rollout.failed_by is None else {"failed_by": rollout.failed_by}
+    if rollout.turn_rewards:
+        facts["turn_rewards"] = dict(rollout.turn_rewards)
     begin = len(as_chat(sample.prompt))
     if not rollout.conversations:
-        return {"conversation": rollout.messages[begin:], "turn_tokens": [len(turn.ids) for turn in turns], **failed}
+        return {"conversation": rollout.messages[begin:], "turn_tokens": [len(turn.ids) for turn in turns], **facts}
     shown, tokens = list[Message](), list[int]()
     for number, (messages, lengths) in enumerate(rollout.spoken, start=1):
         begin = begin if number == 1 else 0
@@ -72,7 +74,7 @@ def conversation_of(sample: Sample, rollout: Rollout) -> dict[str, object]:
         shown += messages[begin:]
         own = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
         tokens += [lengths.get(i, 0) for i in own]
-    return {"conversation": shown, "turn_tokens": tokens, **failed}
+    return {"conversation": shown, "turn_tokens": tokens, **facts}
 
 
 def write_responses(

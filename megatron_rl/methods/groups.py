@@ -47,6 +47,7 @@ class Groups:
 
     Attributes:
         values: float64 [n, m, k]; what a reward did not score is filled in, see `RewardTable.filled`.
+        sizes: float64 [n, m, k], what rounding noise of `values` is relative to.
         valid: bool [n, m].
         scored: bool [n, m, k], False where invalid.
         weights: float64 [k].
@@ -60,6 +61,7 @@ class Groups:
         self.table = table
         self.valid = table.mask
         self.values = table.filled
+        self.sizes = self.values.abs() if table.sizes is None else table.sizes
         self.scored = table.scored_mask
         self.names = table.names
         self.weights = self.values.new_tensor([table.weight(name) for name in table.names])
@@ -80,7 +82,7 @@ class Groups:
         for index, name in enumerate(self.names):
             if names is None or name in names:
                 term = self.values[:, :, index] * self.weights[index]
-                total, size = total + term, size + term.abs()
+                total, size = total + term, size + (self.sizes[:, :, index] * self.weights[index]).abs()
         return total, size
 
     @cached_property
@@ -116,7 +118,7 @@ class Groups:
     @cached_property
     def columns(self) -> Centred:
         """Every reward around its group means, [n, m, k]: over what was scored, and 0 where nothing was."""
-        return centre(self.values, self.scored, self.scored.sum(1).double(), self.unit)
+        return centre(self.values, self.scored, self.scored.sum(1).double(), self.unit, self.sizes)
 
     def columns_std(self, ddof: int) -> Tensor:
         """Standard deviation of every reward per group, over what was scored; [n, 1, k], 0 as in `std`."""
@@ -133,7 +135,7 @@ class Groups:
             std: [n, 1, k], 0 where the column is constant.
         """
         total, size = terms.sum(2), terms.abs().sum(2)
-        largest = self.values.abs().amax(1, keepdim=True)
+        largest = self.sizes.amax(1, keepdim=True)
         noise = 4 * self.unit * (safe_divide(largest, std) * self.weights.abs()).sum(2)
         silent = (total.abs() <= noise).all(1, keepdim=True)
         return total.masked_fill(silent | (total.abs() <= 16 * _UNIT * size), 0.0), size

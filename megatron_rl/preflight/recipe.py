@@ -71,6 +71,12 @@ def _check_readers(config: Config, rewards: Mapping[str, Reward]) -> None:
                 raise ValueError(
                     f"`{key}` names {name!r}, which has a number per token; name one with a number per rollout"
                 )
+    by_token = [name for name, reward in rewards.items() if reward.per_token]
+    if by_token and config.algorithm.credit == "turn":
+        raise ValueError(
+            f"rewards.{by_token[0]} has a number per token, and with algorithm.credit=turn all tokens of a turn have its "
+            "advantage; set algorithm.credit=rollout, or remove the reward"
+        )
     for task in config.tasks.eval if rewards else ():
         of_task = [
             name

@@ -57,6 +57,7 @@ CHARTS = (
     Chart("Groups with a signal", ("groups/signal_share",), at_least=1.0),
     Chart("Turns of a conversation", ("conversation/turns", "conversation/turns_max")),
     Chart("Share of the conversations with a turn k", ("conversation/turn_*/share",), at_least=1.0),
+    Chart("Reward of turn k", ("conversation/turn_reward/*",)),
     Chart("Tool calls of a conversation", ("conversation/tool_calls", "conversation/calls/*")),
     Chart(
         "Conversations that failed, share",

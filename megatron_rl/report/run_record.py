@@ -28,6 +28,8 @@ class RolloutRow(TypedDict):
     # Of several turns: the messages after the prompt; of several sequences, each behind a message of the role `sequence`.
     conversation: NotRequired[list[dict[str, object]]]
     turn_tokens: NotRequired[list[int]]  # of each of its assistant's messages
+    turn_rewards: NotRequired[dict[str, list[float]]]  # by the agent's column
+    turn_advantages: NotRequired[list[float]]
     failed_by: NotRequired[str]  # who broke it off: model | infrastructure
     answer: object
     rewards: dict[str, float | None]  # None: without a score

@@ -97,10 +97,13 @@ function open() {
   for (const [role, text] of data.prompts[chosen.prompt]) turn(role, node("pre", text));
   if (chosen.conversation) {
     detail.append(node("b", "Conversation"));
-    let from = 0, number = 0;
+    let from = 0, next = 0;
+    const parted = chosen.conversation.some(([role]) => role === "sequence");  // turns are then not in their order
     for (const [role, text] of chosen.conversation) {
-      const to = from + (role === "assistant" ? (chosen.turn_tokens || [])[number++] || 0 : 0);
-      turn(role, coloured && to > from ? tokens(chosen, kind, from, to) : node("pre", text));
+      const own = role === "assistant" ? next++ : -1, to = from + ((chosen.turn_tokens || [])[own] || 0);
+      const worth = Object.entries({ ...chosen.turn_rewards, advantage: chosen.turn_advantages })
+        .filter(([, values]) => !parted && own in (values || [])).map(([name, values]) => `${name} ${number(values[own])}`);
+      turn([role, ...worth].join(" · "), coloured && to > from ? tokens(chosen, kind, from, to) : node("pre", text));
       from = to;
     }
   } else detail.append(node("b", "Response"), coloured ? tokens(chosen, kind) : node("pre", chosen.response));

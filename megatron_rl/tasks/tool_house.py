@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.keys import Share
@@ -161,9 +162,10 @@ class ToolHouse:
             self._doors[room] = OPENED if right else LOCKED
         return self._doors[room]
 
-    def reward(self, task: Mapping[str, object], messages: Sequence[Message]) -> dict[str, float]:
+    def reward(self, task: Mapping[str, object], messages: Sequence[Message]) -> dict[str, float | list[float]]:
         """`success`: 1 where the whole request is fulfilled, and nothing else was done to doors; `steps`: how far the gold
-        way was gone, its last turn included, as a share of its steps or of those that were taken, whichever are more."""
+        way was gone, its last turn included, as a share of its steps or of those that were taken, whichever are more;
+        `turns`: the same share, turn by turn."""
         gold = task["tool_calls"]
         assert isinstance(gold, list)
         last = messages[-1]
@@ -171,6 +173,16 @@ class ToolHouse:
         opens = [call["parameters"]["room"] for call in gold if call["name"] == "open"]
         wanted = dict.fromkeys(opens, OPENED)
         fulfilled = self._doors == wanted and isinstance(said, str) and (bool(opens) or said.strip() == task["answer"])
-        steps = iter(self._calls)
-        right = sum(any(call == made for made in steps) for call in gold) + fulfilled
-        return {"success": float(fulfilled), "steps": right / (1 + max(len(gold), len(self._calls)))}
+        steps = iter(enumerate(self._calls))
+        right = [next((number for number, made in steps if made == call), -1) for call in gold]  # -1: it was not made
+        done = sum(each >= 0 for each in right) + fulfilled
+        number, turns = 0, list[int]()
+        for message in messages:
+            if message["role"] == "assistant":
+                calls = len(cast(list[object], message.get("tool_calls") or []))
+                turns.append(sum(number <= call < number + calls for call in right))
+                number += calls
+        if fulfilled:
+            turns[-1] += 1
+        way = 1 + max(len(gold), len(self._calls))
+        return {"success": float(fulfilled), "steps": done / way, "turns": [each / way for each in turns]}

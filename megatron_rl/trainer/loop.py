@@ -108,7 +108,7 @@ def step(run: Run) -> None:
     if (count := config.logging.samples_per_step) > 0:
         shown = fetch_to_rank0(run.grid, rollouts, count, sampler.tokenizer)
         details = remarks_of(sampler.scorer, sampler.tokenizer, rollouts.samples, shown, with_pieces=log is not None)
-        run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
+        run.report.samples(number, rollouts.samples, shown, estimate.advantages, estimate.turns, details)
     if log is not None:
         path = run.run_dir / "rollouts" / f"step_{number}.npz"
         write_texts(path, run.grid, rollouts)

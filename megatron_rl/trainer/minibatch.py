@@ -58,10 +58,12 @@ def train_batch(
         rollout_logprobs={i: rollout.logprobs for i, rollout in known.items()},
         advantages={
             i: _token_advantages(algorithm, advantages[i], rollout, rollouts.token_weights)
+            if estimate.turns is None
+            else _turn_advantages(estimate.turns.flatten(0, 1)[rows[i]], rollout)
             for i, rollout in known.items()
         },
         group=rows // estimate.train.shape[1],
-        by_token=algorithm.estimator.has_token_part or bool(rollouts.token_weights),
+        by_token=algorithm.estimator.has_token_part or bool(rollouts.token_weights) or estimate.turns is not None,
     )
 
 
@@ -77,6 +79,12 @@ def _token_advantages(
         values = torch.from_numpy(np.nan_to_num(rollout.token_rewards))
     tokens = RolloutTokens(float(advantage), values, torch.tensor([*weights.values()]), tuple(weights))
     return algorithm.estimator.token_advantages(tokens).numpy()
+
+
+def _turn_advantages(advantages: torch.Tensor, rollout: Rollout) -> np.ndarray:
+    """float32 [sampled tokens]: on each the advantage of its turn. `advantages`: [turns, or more]."""
+    lengths = rollout.turn_lengths
+    return np.repeat(advantages.numpy().astype(np.float32)[: len(lengths)], lengths)
 
 
 def minibatches(group: np.ndarray, count: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms import StepAdvantages
-from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rewards import RewardTable, TurnRewards
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
@@ -25,7 +25,8 @@ from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 _STEP = re.compile(r"step_(\d+)\.npz")
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
 _WRITTEN = (*TOKEN_ARRAYS, "gradient_weights")  # the last for the report only
-_BY_TOKEN = "advantages"  # of steps in which a token part made them
+_BY_TOKEN = "advantages"  # of steps in which tokens of a rollout had different ones
+_TURN_REWARDS = "turn_rewards/"  # and the column
 
 
 @dataclass
@@ -61,7 +62,8 @@ class RecordedStep:
     old_log_probs: torch.Tensor  # float32 [tokens], of the policy before the step's first update
     rollout_log_probs: torch.Tensor  # float32 [tokens], the engine's
     clip_range: tuple[float, float] | None  # the estimator's (eps_low, eps_high), or None
-    token_advantages: torch.Tensor | None = None  # float32 [tokens], of a token part; None: there was none
+    token_advantages: torch.Tensor | None = None  # float32 [tokens]; None: all tokens of a rollout had its advantage
+    turn_advantages: torch.Tensor | None = None  # float64 [n, m, T], where each turn had one
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -119,6 +121,16 @@ def write_step(
         arrays["greedy"] = table.greedy.numpy()
     if table.scored is not None:
         arrays["scored"] = table.scored.numpy()
+    if (turns := table.turns) is not None:
+        assert estimate.turns is not None or not estimate.train.any()
+        arrays |= {
+            "turn_count": turns.count.numpy(),
+            "turn_lengths": turns.lengths.numpy(),
+            "gamma": np.array(turns.gamma),
+        }
+        arrays |= {f"{_TURN_REWARDS}{name}": rewards.numpy() for name, rewards in turns.rewards.items()}
+        if estimate.turns is not None:
+            arrays["turn_advantages"] = estimate.turns.numpy()
     _save(path, arrays)
 
 
@@ -168,6 +180,7 @@ def read_step(path: str | Path) -> RecordedStep:
             tensors.get("lengths"),
             tensors.get("greedy"),
             tensors.get("scored"),
+            turns=_turns(arrays),
         ),
         truncated=tensors["truncated"],
         advantages=tensors["advantages"],
@@ -178,7 +191,20 @@ def read_step(path: str | Path) -> RecordedStep:
         rollout_log_probs=packed("rollout_log_probs"),
         clip_range=(clip_range[0], clip_range[1]) if clip_range else None,
         token_advantages=packed(_BY_TOKEN) if rows and all(_BY_TOKEN in tokens[row] for row in rows) else None,
+        turn_advantages=tensors.get("turn_advantages"),
     )
+
+
+def _turns(arrays: Mapping[str, np.ndarray]) -> TurnRewards | None:
+    if "turn_count" not in arrays:
+        return None
+    rewards = {
+        name.removeprefix(_TURN_REWARDS): torch.from_numpy(values)
+        for name, values in arrays.items()
+        if name.startswith(_TURN_REWARDS)
+    }
+    count, lengths = torch.from_numpy(arrays["turn_count"]), torch.from_numpy(arrays["turn_lengths"])
+    return TurnRewards(count, lengths, rewards, float(arrays["gamma"]))
 
 
 def recorded_steps(run_dir: str | Path) -> dict[int, Path]:

@@ -91,6 +91,8 @@ def _of_rollout(row: int, rollout: Rollout) -> dict[str, object]:
         rewards = exact_json.to_json(dict(rollout.agent_rewards))
         facts |= {"messages": exact_json.to_json(rollout.messages), "agent_rewards": rewards}
         facts |= {"failed_by": rollout.failed_by}
+        if rollout.turn_rewards:
+            facts["turn_rewards"] = exact_json.to_json(dict(rollout.turn_rewards))
     return facts
 
 

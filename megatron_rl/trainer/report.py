@@ -246,13 +246,17 @@ class Reporter:
         samples: Sequence[Sample],
         rollouts: Sequence[Rollout],
         advantages: Tensor,
+        of_turns: Tensor | None,
         details: Sequence[Mapping[str, object]],
     ) -> None:
-        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages; and what else
-        is known of each, `details`."""
+        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages, [n, m] and
+        where turns have some [n, m, T]; and what else is known of each, `details`."""
         if self.active:
             values = advantages.flatten().tolist()[: len(rollouts)]
             extra = [{"advantage": value, **more} for value, more in zip(values, details, strict=True)]
+            if of_turns is not None:
+                for more, rollout, turns in zip(extra, rollouts, of_turns.flatten(0, 1).tolist(), strict=False):
+                    more["turn_advantages"] = turns[: len(rollout.turn_lengths)]
             write_samples(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
 
     def records(self, step: int) -> bool:

@@ -31,6 +31,7 @@ from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.shown import decode
+from megatron_rl.trainer.turn_credit import turn_rewards, turns_of
 
 
 class Sampler:
@@ -133,6 +134,8 @@ class Sampler:
             samples = _distinct([self.prompts.train[i] for i in self.order.take(position, needed)], taken)
             position += needed
             drawn = self._scored_rollouts(samples, group_size, sampling, step, by_token=True)
+            if config.algorithm.credit == "turn":
+                drawn.turns = turns_of(self.grid, drawn)
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
             if self._read:
                 self._counters["conversation/prefix_hit_share"] = self._read["cached"] / self._read["tokens"]
@@ -305,6 +308,9 @@ class Sampler:
             lengths=torch.from_numpy(rollouts.facts["length"].astype(np.float64)).view(n, m),
             scored=None if scored.all() else scored,
             has_token_rewards=any(rollouts.token_weights.values()),
+            turns=None
+            if rollouts.turns is None
+            else turn_rewards(rollouts, self.scorer.configs, self.config.algorithm.gamma),
         )
         if greedy is not None:
             drawn = torch.from_numpy(greedy.rewards)  # one that was not scored: as if it were its prompt's average

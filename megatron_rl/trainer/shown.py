@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
-from megatron_rl.agents.failures import FailedBy
 from megatron_rl.data.rollout import UNANSWERED, Rollout, Rollouts, scored_sample
-from megatron_rl.data.sample import Message, Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout.exchange import exchange
@@ -36,27 +34,24 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     fetched = [received[row] for row in rows if grid.is_main]
     for row, rollout in zip(rows, fetched, strict=False):  # elsewhere nothing was fetched
         if row in conversations:
-            rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by, others = conversations[row]
-            rollout.conversations = others
+            for name, value in zip(_OF_CONVERSATION, conversations[row], strict=True):
+                setattr(rollout, name, value)
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):
         rollout.rewards = rollouts.rewards_of(row)
     return fetched
 
 
-_Conversation: TypeAlias = tuple[list[Message], str | None, Mapping[str, float], FailedBy | None, list[list[Message]]]
+_OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
 
 
-def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, _Conversation]:
-    """Conversations, which tokens alone do not tell, by row, on rank 0."""
+def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, list[object]]:
+    """`_OF_CONVERSATION`, which tokens alone do not tell, by row, on rank 0."""
     wanted = [row for row in rows if rollouts.sample(row).agent is not None]
     if not wanted:
         return {}
     here = {row: rollouts.held[row] for row in wanted if rollouts.facts["source"][row] == grid.rank}
-    share = {
-        row: (one.messages, one.last_turn, one.agent_rewards, one.failed_by, one.conversations)
-        for row, one in here.items()
-    }
+    share = {row: [getattr(one, name) for name in _OF_CONVERSATION] for row, one in here.items()}
     parts = grid.gather(share) if grid.world > 1 else [share]
     return {row: conversation for part in parts for row, conversation in part.items()}
 

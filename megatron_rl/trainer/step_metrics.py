@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -65,12 +66,19 @@ def conversation_metrics(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, flo
     counts what it hands out."""
     if all(sample.agent is None for sample in rollouts.samples):
         return {}
-    counts = Counter[str]()
+    counts, rewarded = Counter[str](), defaultdict[tuple[int, str], list[float]](list)
     for row, rollout in rollouts.held.items():
         if rollouts.facts["source"][row] == grid.rank and not rollouts.facts["lost"][row]:
             _count(counts, rollouts.sample(row), rollout)
+            for column, rewards in rollout.turn_rewards.items():
+                for turn, reward in enumerate(rewards, start=1):
+                    rewarded[turn, column].append(reward)
     total, longest = Counter[str](), 0
-    for part in grid.all_gather(counts):
+    sums = {key: (len(rewards), math.fsum(rewards)) for key, rewards in rewarded.items()}
+    means = defaultdict[tuple[int, str], np.ndarray](lambda: np.zeros(2))
+    for part, sums_of_part in grid.all_gather((counts, sums)):
+        for key, number_and_sum in sums_of_part.items():
+            means[key] += number_and_sum
         longest = max([longest, *(int(name.removeprefix("turn ")) for name in part if name.startswith("turn "))])
         total.update(part)
     lost = int(rollouts.facts["lost"].sum())
@@ -87,6 +95,8 @@ def conversation_metrics(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, flo
     for turn in range(1, longest + 1):
         metrics[f"conversation/turn_{turn}/share"] = total[f"turn {turn}"] / number
         metrics[f"conversation/turn_{turn}/tokens"] = total[f"tokens of turn {turn}"] / total[f"turn {turn}"]
+    for turn, column in sorted(means):
+        metrics[f"conversation/turn_reward/{column}/{turn}"] = means[turn, column][1] / means[turn, column][0]
     for name in sorted(name.removeprefix("call ") for name in total if name.startswith("call ")):
         metrics[f"conversation/calls/{name}"] = total[f"call {name}"] / number
     return metrics

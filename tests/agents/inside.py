@@ -84,8 +84,33 @@ def main(run_dir: Path) -> None:
         }
         (run_dir / "prefixes.json").write_text(json.dumps({key: float(value) for key, value in record.items()}))
     run.report.log(2, evaluate(run.sampler, run.report, 2))
+    credit = by_turn(run, rollouts)
+    if grid.rank == 0:
+        (run_dir / "credit.json").write_text(json.dumps(credit))
     run.close()
     distributed.shutdown()
+
+
+def by_turn(run: Any, rollouts: Any) -> dict[str, Any]:
+    """An update with credit by turn on conversations but those of gyms: each token's advantage, by prompt and rollout, as the
+    ranks that trained on it had it, and what the update was."""
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.trainer.turn_credit import turns_of
+
+    chosen = [i for i, sample in enumerate(rollouts.samples) if sample.task not in ("verifiers", "nemo_gym")]
+    rollouts = rollouts.of_prompts(chosen)
+    rollouts.facts["version"] = run.learner.actor.optimizer_steps
+    rollouts.turns = turns_of(run.grid, rollouts)
+    run.config.algorithm.gamma = 0.5
+    run.learner.algorithm = make_algorithm({"preset": "rloo", "credit": "turn", "gamma": 0.5})
+    estimate = run.learner.compute_advantages(run.sampler.reward_table(rollouts), rollouts)
+    batch = run.learner.train_batch(rollouts, estimate)
+    rows = np.flatnonzero(estimate.train.flatten().numpy()).tolist()
+    names = [f"{rollouts.sample(row).id} {row % rollouts.count}" for row in rows]
+    parts = run.grid.all_gather({names[i]: values.tolist() for i, values in batch.advantages.items()})
+    learned = run.learner.update(batch, None)
+    kept = {name: learned[name] for name in ("actor/grad_norm", "token_advantage/abs_mean", "loss/objective")}
+    return {"advantages": {name: values for part in parts for name, values in part.items()}, **kept}
 
 
 def sequences_of(rollout: Any, values: Any) -> list[list[Any]]:

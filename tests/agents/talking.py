@@ -132,7 +132,8 @@ def bits(rollouts: Rollouts) -> list[Any]:
 
 def one(rollout: Rollout) -> Any:
     of_tokens = [part.tobytes() for part in (rollout.tokens, rollout.loss_mask, rollout.logprobs)]
-    return rollout.sample_id, rollout.index, of_tokens, rollout.messages, dict(rollout.agent_rewards), rollout.failed_by
+    worth = {**rollout.agent_rewards, "of turns": dict(rollout.turn_rewards)}
+    return rollout.sample_id, rollout.index, of_tokens, rollout.messages, worth, rollout.failed_by
 
 
 # -------------------------------------------------------------------------------------------------------------- agents
@@ -317,11 +318,30 @@ SHOP: list[Any] = []
 """What the customers of `moody` have asked so far."""
 
 
+def turned(numbers: bool = False, more: int = 0, of: str = "") -> Any:
+    """Has one to four turns, by its seed, and rewards each.
+
+    Args:
+        numbers: it returns their sum instead.
+        more: rewards that no turn has.
+        of: it gives up after its turns where the prompt contains this.
+    """
+
+    async def run(model: Any, task: Any) -> dict[str, Any]:
+        messages = await turns(model, task, 1 + task["seed"] % 4)
+        if of and of in str(task["prompt"]):
+            raise ModelFailed("nonsense")
+        rewards = [len(message["content"]) / 8 for message in messages[1::2]] + [0.5] * more
+        return {"of turns": sum(rewards) if numbers else rewards, "short": float(len(messages[-1]["content"]) < 5)}
+
+    return run
+
+
 def moody(turns_each: int = 3, recorded: bool = True, word: str = "and") -> Any:
     """Asks a shop between two turns, which says something else the second time that it is asked the same."""
 
-    async def run(model: Any, task: Any) -> dict[str, float]:
-        messages = list(task["prompt"])
+    async def run(model: Any, task: Any) -> dict[str, Any]:
+        messages, heard = list(task["prompt"]), list[float]()
 
         async def ask() -> list[object]:
             key = task["seed"], len(messages)
@@ -332,6 +352,11 @@ def moody(turns_each: int = 3, recorded: bool = True, word: str = "and") -> Any:
             reply = await model.chat.completions.create(model="policy", messages=messages)
             said = await (task.recorded(messages, ask) if recorded else ask())
             messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": f"{said[0]} {word} {said[1]}"}]
-        return {"reward": float(len(messages)), "once": sum("once" in str(message) for message in messages)}
+            heard.append(said[0] / 7)
+        return {
+            "reward": float(len(messages)),
+            "once": sum("once" in str(message) for message in messages),
+            "heard": heard,
+        }
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import queue
 import random
 import re
@@ -25,16 +26,20 @@ from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.agents.host import Conversations
 from megatron_rl.agents.template_remarks import template_remarks_of_folder
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_algorithm
+from megatron_rl.algorithms.credit import turn_tables
 from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.rollout.engine import EngineError
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.trainer.minibatch import train_batch
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.step_metrics import conversation_metrics, response_metrics, reward_metrics
+from megatron_rl.trainer.turn_credit import turn_rewards, turns_of
 from megatron_rl.weights.create import create_model
 from tests.agents import talking
 from tests.agents.simulated import SimulatedLoop, polling
@@ -367,8 +372,8 @@ def test_every_estimator_takes_conversations(with_lost: tuple[Rollouts, Any], na
 
 def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-    twice, program, shop = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, code in (("my_agent.py", twice), ("my_program.py", program), ("my_shop.py", shop)):
+    twice, program, shop, quiz = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, code in (("my_agent.py", twice), ("my_program.py", program), ("my_shop.py", shop), ("my_quiz.py", quiz)):
         (tmp_path / name).write_text(code)
     rollouts = talks(f"{tmp_path}/my_agent.py:twice", params={"question": "sure?"}, texts=TEXTS[:1])
     for rollout in rollouts.held.values():
@@ -382,7 +387,12 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
     assert outside.held[0].agent_rewards == {"reward": 0.0}
     sold = talks("tools", params={"environment": f"{tmp_path}/my_shop.py:Shop"}, parser="hermes", texts=TEXTS[:1])
     assert [rollout.agent_rewards for rollout in sold.held.values()] == [{"sold": 0.0}] * 2
-    section, *_ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    asked = talks(f"{tmp_path}/my_quiz.py:quiz", texts=TEXTS[:1])
+    for rollout in asked.held.values():
+        said = [str(message["content"]) for message in rollout.messages[1::2]]
+        assert rollout.turn_rewards == {"right": tuple(float("0" in each) for each in said)}
+        assert rollout.agent_rewards == {"right": sum("0" in each for each in said), "short": len(said[-1]) < 20}
+    section, *_, credit = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
     (tmp_path / "recipe.yaml").write_text(section)
@@ -408,6 +418,7 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
     assert said.endswith("; the next turn begins a sequence there")
     config.tasks.train["sums"].agent.history = "kept"  # type: ignore[union-attr]
     refused = {
+        "algorithm.gamma=0.5": "while `algorithm.credit` is rollout",
         "tasks.train.sums.chat=false": "set tasks.train.sums.chat=true",
         "tasks.train.sums.agent.name=nobody": "unknown agent 'nobody'",
         "tasks.train.sums.agent.params={quest: 1}": "did you mean 'question'",
@@ -416,10 +427,110 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
         "tasks.train.sums.agent=null": "no agent converses about the prompts of task 'sums'",
         "tasks.train.sums.agent.max_turn=1": "did you mean `tasks.train.sums.agent.max_turns`",
     }
-    for override, words in refused.items():
-        with pytest.raises(ConfigError) as refusal:
-            check_recipe(load_recipe(tmp_path / "recipe.yaml", [*overrides, override]), "train", Machine())
-        assert words in str(refusal.value)
+    (tmp_path / "credit.yaml").write_text(credit)
+    dense = "def make():\n    def reward(completion, sample):\n        return [0.0]\n    reward.per_token = True\n"
+    (tmp_path / "dense.py").write_text(f"{dense}    return reward\n")
+    check_recipe(load_recipe(tmp_path / "credit.yaml", overrides), "train", Machine())
+    refused_by_turn = {
+        "algorithm.estimator.name=remax": "'remax' compares with a greedy rollout",
+        "algorithm.estimator={name: awpo, params: {reasoning: short}}": "'awpo' remembers a statistic of whole rollouts",
+        "algorithm.gamma=0": "algorithm.gamma",
+        "tasks.train.sums.agent.sequences=2": "those of several sequences have no common order",
+        "tasks.train.sums.agent={name: tools, params: {environment: mcp, environment_params: {command: [sh]}}}": "no rewards",
+        "tasks.train.sums.agent=null": "no training task has an agent",
+        "rewards={right: null, short: null, all: {reward: length, params: {limit: 3}}}": "none of `rewards` reads it",
+        "rewards.right.condition={column: short, at_least: 1}": "rewards.right.condition is for a number per rollout",
+        "rewards.dense={reward: 'dense.py:make'}": "rewards.dense has a number per token",
+    }
+    for file, changes in (("recipe.yaml", refused), ("credit.yaml", refused_by_turn)):
+        for override, words in changes.items():
+            with pytest.raises(ConfigError) as refusal:
+                check_recipe(load_recipe(tmp_path / file, [*overrides, override]), "train", Machine())
+            assert words in str(refusal.value)
+
+
+def by_turn(rollouts: Rollouts, gamma: float = 0.5) -> tuple[RewardTable, Any]:
+    """A step of `turned` with RLOO by turn: its rewards, and what it is trained with."""
+    rollouts.turns = turns_of(ALONE, rollouts)
+    rollouts.columns, names = ("steps", "short"), ("of turns", "short")
+    worth = [[rollouts.held[row].agent_rewards.get(name, np.nan) for name in names] for row in range(len(rollouts))]
+    rollouts.rewards = np.array(worth)
+    configs = {
+        "steps": RewardConfig("agent", 2.0, {"column": "of turns"}),
+        "short": RewardConfig("agent", 1.0, {"column": "short"}),
+    }
+    scorer = SimpleNamespace(columns=rollouts.columns, configs=configs, token_weights={})
+    config = SimpleNamespace(algorithm=SimpleNamespace(gamma=gamma))
+    table = Sampler.reward_table(SimpleNamespace(scorer=scorer, config=config), rollouts)  # type: ignore[arg-type]
+    algorithm = make_algorithm({"preset": "rloo", "credit": "turn", "gamma": gamma})
+    estimate = algorithm.compute_advantages(table, truncated=rollouts.truncated)
+    return table, train_batch(rollouts, estimate, rollouts.held, algorithm)
+
+
+def test_each_turn_s_tokens_have_its_advantage(talks: Talks) -> None:
+    """By loops over the conversations; of unequal lengths, one of them lost; and the groups in another order."""
+    rollouts = talks("turned", count=4, tokens=200)
+    rollouts.facts["lost"][2] = True
+    _, batch = by_turn(rollouts)
+    trained = [row for row in range(12) if not rollouts.facts["lost"][row]]
+    longest = 0
+    for number, row in enumerate(trained):
+        group = [rollouts.held[other] for other in trained if other // 4 == row // 4]
+        expected: list[float] = []
+        for k, length in enumerate(rollouts.held[row].turn_lengths):
+            of = {
+                id(each): sum(
+                    0.5 ** (at - k)
+                    * (2 * each.turn_rewards["of turns"][at] + each.agent_rewards["short"] * (at == last))
+                    for last in [len(each.turn_lengths) - 1]
+                    for at in range(k, last + 1)
+                )
+                for each in group
+                if len(each.turn_lengths) > k
+            }
+            own = of.pop(id(rollouts.held[row]))
+            expected += [own - np.mean([*of.values()]) if of else 0.0] * length
+        longest = max(longest, len(rollouts.held[row].turn_lengths))
+        np.testing.assert_allclose(batch.advantages[number], expected, atol=1e-6)
+    assert batch.by_token
+    assert longest == 4
+    assert rollouts.turns is not None
+    assert len(pickle.dumps(rollouts.turns)) < 30 * sum(len(each.lengths) for each in rollouts.turns.values())
+    again = rollouts.of_prompts([2]) + rollouts.of_prompts([0, 1])
+    turned = np.array([*range(8, 12), *range(8)])
+    assert again.turns == {new: rollouts.turns[old] for new, old in enumerate(turned) if old in rollouts.turns}
+
+
+def test_groups_that_do_not_align_end_the_run_by_name(talks: Talks) -> None:
+    rollouts = talks("turned", count=2, tokens=200)
+    numbers = talks("turned", count=2, tokens=200, params={"numbers": True})
+    rollouts.held[1] = numbers.held[1]
+    with pytest.raises(
+        ValueError, match=r"rollouts of t/0 do not align: rollout 0 has .* column 'of turns', rollout 1 has"
+    ):
+        by_turn(rollouts)
+    with pytest.raises(ValueError, match="no agent returned rewards of turns in the columns of turns, short"):
+        by_turn(numbers)
+    talks("turned", count=1, texts=TEXTS[:1], params={"more": 1})
+    [reason] = talks.lost
+    assert re.search(r"(\d) rewards of turns in the column 'of turns', and the policy had (\d) turns", reason)
+
+
+def test_what_the_policy_breaks_off_is_worth_it_in_its_last_turn(talks: Talks) -> None:
+    rollouts = talks("turned", count=2, tokens=200, params={"of": "something"}, model_failed=-1.0)
+    broken = [row for row, rollout in rollouts.held.items() if rollout.failed_by == "model"]
+    assert broken == [2, 3]
+    rollouts.columns = ("steps",)
+    rollouts.turns = turns_of(ALONE, rollouts)
+    rollouts.rewards = np.array([[sum(rollouts.held[row].agent_rewards.values())] for row in range(6)])
+    configs: Any = {"steps": RewardConfig("agent", 1.0, {"column": "of turns"})}
+    turns = turn_rewards(rollouts, configs, 1.0)
+    table = RewardTable(torch.from_numpy(rollouts.rewards).view(3, 2, 1), ("steps",), turns=turns)
+    returns = torch.stack([each.column("steps") for each in turn_tables(table)], dim=2).view(6, -1)
+    for row in broken:
+        assert returns[row, : len(rollouts.held[row].turn_lengths)].tolist() == [-1.0] * len(
+            rollouts.held[row].turn_lengths
+        )
 
 
 def test_a_request_that_does_not_say_its_length_is_bounded() -> None:

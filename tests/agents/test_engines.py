@@ -170,6 +170,7 @@ class Ran:
         self.prompts = 10 if gyms else 8
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
+        self.credit = json.loads((run_dir / "credit.json").read_text())
         self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
         self.samples = [json.loads(line) for line in (run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
         self.metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -245,6 +246,36 @@ def test_two_engines_draw_what_one_engine_draws(of_two_ranks: Ran, two_engines: 
             assert other[key] == record[key], key
         assert other["rewards"].items() <= record["rewards"].items()  # which has the gyms' columns, too
         assert np.abs(np.array(other["logprobs"]) - record["logprobs"]).max() < 1e-4
+
+
+def test_turns_have_the_same_advantages_in_both_layouts_and_move_the_weights_alike(
+    of_two_ranks: Ran, two_engines: Ran
+) -> None:
+    one, two = of_two_ranks.credit, two_engines.credit
+    assert one["advantages"].keys() == two["advantages"].keys()
+    for name, values in two["advantages"].items():
+        np.testing.assert_allclose(one["advantages"][name], values, atol=1e-6)
+    for name in ("actor/grad_norm", "token_advantage/abs_mean", "loss/objective"):
+        assert one[name] == pytest.approx(two[name], rel=1e-3), name
+    walks = [record for record in two_engines.drawn.values() if walked(record)]
+    earned = []  # in each turn
+    for record in walks:
+        walk = walking.Walk()
+        [item] = prompts(TaskConfig("gymnasium", params={"environment": f"{walking.__file__}:Walk"}, size=1))
+        walk.reset(seed=item.metadata["seed"])
+        earned.append([walk.step(message["content"])[1] for message in record["messages"][1::2]])
+    values = [[sum(r * 0.5 ** (at - k) for at, r in enumerate(e) if at >= k) for k in range(len(e))] for e in earned]
+    for record, own, other in zip(walks, values, values[::-1], strict=True):
+        shorts = [each["rewards"]["short"] for each in (walks if record is walks[0] else walks[::-1])]
+        got = two["advantages"][f"{record['id']} {record['index']}"]
+        lengths = [end - begin for _, begin, end in turns_of(record)]
+        expected = [
+            own[k] - other[k] + shorts[0] * 0.5 ** (len(own) - 1 - k) - shorts[1] * 0.5 ** (len(other) - 1 - k)
+            if k < len(other)
+            else 0.0
+            for k in range(len(own))
+        ]
+        np.testing.assert_allclose(got, np.repeat(expected, lengths), atol=1e-6)
 
 
 def test_a_verifiers_taskset_and_a_nemo_gym_server_train(of_two_ranks: Ran) -> None:

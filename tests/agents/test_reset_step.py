@@ -124,7 +124,7 @@ def test_a_walk_is_the_same_wherever_it_is_and_however_long_it_takes(
     prompts, config = walks(words, params("threads", server))
     expected = walked(words, prompts, config)
     for rollout in expected.held.values():
-        walk, total = Walk(), 0.0
+        walk, earned, total = Walk(), list[float](), 0.0
         [seed] = [sample.metadata["seed"] for sample in prompts if sample.id == rollout.sample_id]
         observation, ended = walk.reset(seed=seed)[0], False
         for said, answer in zip(rollout.messages[::2], rollout.messages[1::2], strict=True):
@@ -132,8 +132,10 @@ def test_a_walk_is_the_same_wherever_it_is_and_however_long_it_takes(
             assert said == {"role": "user", "content": observation}
             observation, reward, terminated, truncated, _ = walk.step(answer["content"])
             total, ended = total + reward, terminated or truncated
+            earned.append(reward)
         assert ended
         assert rollout.agent_rewards == {"reward": total}
+        assert rollout.turn_rewards == {"reward": tuple(earned)}
     assert len({len(rollout.messages) for rollout in expected.held.values()}) > 1
     for latency in (0.0, 0.02):
         prompts, config = walks(words, params(where, server, latency=latency))

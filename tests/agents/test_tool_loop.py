@@ -112,6 +112,9 @@ def test_a_demonstrated_conversation_has_the_tokens_of_a_rollout_that_says_the_s
         reads = any("read" in str(message["content"]) for message in sample.demonstration)
         assert rollout.agent_rewards["success"] == reads
         assert (rollout.agent_rewards["steps"] == 1.0) == reads
+        assert rollout.turn_rewards.keys() == {"turns"}
+        assert len(rollout.turn_rewards["turns"]) == len(rollout.turn_lengths)
+        assert rollout.agent_rewards["turns"] == pytest.approx(rollout.agent_rewards["steps"])
         assert rollout.failed_by is None
         succeeded += reads
     assert 2 <= succeeded < len(prompts) / 2
@@ -145,6 +148,11 @@ def test_the_metrics_of_conversations_are_those_counted_in_their_text(recipe: Co
         tokens = [len(words.encode(of_text[turn - 1])) + 1 for of_text in pieces if len(of_text) >= turn]
         assert metrics[f"conversation/turn_{turn}/share"] == pytest.approx(len(tokens) / len(texts))
         assert metrics[f"conversation/turn_{turn}/tokens"] == pytest.approx(np.mean(tokens))
+    spoken = [rollouts.held[row] for row in range(len(prompts)) if rollouts.held[row].failed_by is None]
+    for turn in range(1, 6):
+        of_turn = [r.turn_rewards["turns"][turn - 1] for r in spoken if len(r.turn_lengths) >= turn]
+        assert metrics[f"conversation/turn_reward/turns/{turn}"] == pytest.approx(np.mean(of_turn))
+    assert "conversation/turn_reward/turns/6" not in metrics, "the policy broke it off"
     drawn = sum(len(words.encode(said)) + 1 for of_text in pieces for said in of_text)
     whole = sum(len(words.encode(text)) for text in texts) - sum(len(sample.prompt_ids) for sample in prompts)
     assert metrics["conversation/environment_tokens"] == pytest.approx((whole - drawn) / len(texts))

@@ -600,7 +600,14 @@ TABLE: dict[str, Entry] = {
             "tests/agents/test_tool_loop.py::test_the_metrics_of_conversations_are_those_counted_in_their_text"
         )
         for name in (
-            *("turns", "turns_max", "turn_<k>/share", "turn_<k>/tokens", "environment_tokens"),
+            *(
+                "turns",
+                "turns_max",
+                "turn_reward/<column>/<k>",
+                "turn_<k>/share",
+                "turn_<k>/tokens",
+                "environment_tokens",
+            ),
             *("tool_calls", "calls/<tool>", "failed_model", "failed_infrastructure"),
         )
     },
@@ -615,6 +622,9 @@ TABLE: dict[str, Entry] = {
     },
     # Signal and advantages
     "groups/signal_share": Recomputed(lambda step: float(_signal(step).mean())),
+    "groups/turns_alone_share": Elsewhere(
+        "tests/algorithms/test_credit.py::test_every_estimator_sees_the_kth_turns_as_a_batch"
+    ),
     "groups/trained": Recomputed(lambda step: float(_trained_groups(step).any(1).sum())),
     "groups/incomplete": Recomputed(lambda step: 0.0),
     "advantage/mean": Recomputed(lambda step: float(_seen(step).mean()), abs=1e-12),

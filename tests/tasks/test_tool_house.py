@@ -30,7 +30,12 @@ def way(item: Item, calls: Sequence[Any], answer: str | None) -> tuple[list[str]
     assert house.reset(task) == item.tools
     replies = [house.call(call["name"], call["parameters"]) for call in calls]
     last = {"role": "tool", "content": ""} if answer is None else {"role": "assistant", "content": answer}
-    return replies, house.reward(task, [last])
+    turns = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+    worth: dict[str, Any] = house.reward(task, [{"role": "user"}, *turns, last])
+    of_turns = worth.pop("turns")
+    assert len(of_turns) == len(turns) + (answer is not None)
+    assert sum(of_turns) == pytest.approx(worth["steps"], abs=1e-12)
+    return replies, worth
 
 
 def demonstrated(item: Item, name: str, **params: Any) -> list[Any]:
@@ -80,6 +85,18 @@ def test_whatever_leaves_the_gold_way_costs_its_steps_or_all() -> None:
     calls = tells.tool_calls or []
     assert way(tells, calls, f" {tells.answer}\n")[1]["success"] == 1.0
     assert way(tells, calls, "code 100")[1] == {"success": 0.0, "steps": 2 / 3}
+
+
+def test_each_turn_is_worth_the_steps_that_it_goes() -> None:
+    item = next(item for item in items(opens=1.0, max_friends=0))
+    find, read, door = item.tool_calls or []
+    house, task = ToolHouse(), task_of(item)
+    house.reset(task)
+    for call in (find, find, read, door):
+        house.call(call["name"], call["parameters"])
+    spoken = [{"role": "assistant", "tool_calls": calls} for calls in ([find, find], [read, door])]
+    turns = house.reward(task, [*spoken, {"role": "assistant", "content": "done"}])["turns"]
+    assert turns == [1 / 5, 2 / 5, 1 / 5]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_half_a_surrogate_pair_in_data_ends_neither_training_nor_evaluation(tmp_
     rollout = Rollout.single_turn(sample, 0, [1], "stop")
     rollout.text, rollout.rewards = half, {"right": 1.0}
     main = reporter(tmp_path, rank=0)
-    main.samples(1, [sample], [rollout], torch.zeros(1), [{}])
+    main.samples(1, [sample], [rollout], torch.zeros(1), None, [{}])
     main.close()
     write_responses(tmp_path / "samples" / "t.jsonl", [sample], [rollout], ("right", 1.0))
     for name in ("step_1.jsonl", "t.jsonl"):
