@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TurnRewards:
-    """What the turns of conversations were worth; T turns in the longest. A response is one turn.
+    """Rewards of the turns of conversations, T turns in the longest. A response is one turn.
 
     Attributes:
         count: int64 [n, m], turns of each rollout; 0: it has none.

@@ -212,7 +212,7 @@ class ScoredLength:
 
 
 class Turns(NamedTuple):
-    """What every rank knows of the turns of a conversation of one sequence, where each has an advantage of its own.
+    """Turns of a conversation of one sequence, as every rank knows them where each has an advantage of its own.
 
     `lengths`: drawn tokens of each. `rewards`: of each, by the agent's columns that have them; None: the policy broke it off.
     """

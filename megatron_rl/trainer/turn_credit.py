@@ -17,7 +17,7 @@ _REMEDY = "return a list with one number per turn from every conversation, or se
 
 
 def turns_of(grid: ProcessGrid, rollouts: Rollouts) -> dict[int, Turns]:
-    """By row, on every rank: a few numbers per turn. Each rank tells of the rollouts that it hands out."""
+    """Gathers on every rank, by row, a few numbers per turn. Each rank tells of the rollouts that it hands out."""
     here = {
         row: Turns(one.turn_lengths, None if one.failed_by == "model" else one.turn_rewards)
         for row, one in rollouts.held.items()

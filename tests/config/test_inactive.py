@@ -36,7 +36,7 @@ ALWAYS = {
     "run_dir seed",
     "rewards.<name>: reward params tasks condition when_needed",
     "algorithm: preset plugins ratio aggregation max_length entropy_coef truncated resample_rounds",
-    "algorithm: drop_zero_variance_groups zero_variance_rewards",
+    "algorithm: credit drop_zero_variance_groups zero_variance_rewards",
     "algorithm.estimator: name params",
     "algorithm.surrogate: name params",
     "algorithm.kl: coef reward_coef",
