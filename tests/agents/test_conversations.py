@@ -509,6 +509,9 @@ def test_groups_that_do_not_align_end_the_run_by_name(talks: Talks) -> None:
         ValueError, match=r"rollouts of t/0 do not align: rollout 0 has .* column 'of turns', rollout 1 has"
     ):
         by_turn(rollouts)
+    elsewhere = {"steps": RewardConfig("agent", 1.0, {"column": "of turns"}, tasks=["another"])}
+    with pytest.raises(ValueError, match="no agent returned rewards of turns in the columns of turns"):
+        turn_rewards(rollouts, elsewhere, 1.0)
     with pytest.raises(ValueError, match="no agent returned rewards of turns in the columns of turns, short"):
         by_turn(numbers)
     talks("turned", count=1, texts=TEXTS[:1], params={"more": 1})
