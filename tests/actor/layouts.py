@@ -96,15 +96,20 @@ def one_of_each_family() -> dict[str, bool]:
     return {variant: "num_experts_per_tok" in config.to_dict() for variant, config in configs.items()}
 
 
-def make_models(root: Path) -> None:
+def make_models(root: Path, layers: int | None = None) -> None:
+    """`layers`: of the dense models and the experts', which are then made alone. By default these have 6 and 4."""
     for tied in (False, True):
-        shape = CreateModelConfig(**{**vars(SHAPE), "tie_embeddings": tied, "init_std": 0.15})
+        shape = CreateModelConfig(
+            **{**vars(SHAPE), "layers": layers or SHAPE.layers, "tie_embeddings": tied, "init_std": 0.15}
+        )
         create_model(root / f"model-{tied}", shape, seed=5)
     scaling = {"factor": 64, "original_max_position_embeddings": 16, "rope_type": "yarn"}
     config = root / "model-True" / "config.json"
     config.write_text(json.dumps(scaled(json.loads(config.read_text()), scaling)))
     (root / "model-experts").mkdir()
-    tiny.write(root / "model-experts", "qwen3_moe")
+    tiny.write(root / "model-experts", "qwen3_moe", **({"num_hidden_layers": layers} if layers else {}))
+    if layers:
+        return
     seeing.write(root / "model-images", tied=True)
     for experts, kind in ((False, "qwen3_vl"), (True, "qwen3_vl_moe")):
         seeing.write(root / f"model-deepstack-{experts}", kind=kind)

@@ -88,15 +88,15 @@ def make_actor(root: Path, layout: Layout) -> Actor:
     return actor
 
 
-def learn(actor: Actor, seed: int) -> dict[str, float]:
-    """Two optimizer steps, by the trainer's own update."""
+def learn(actor: Actor, seed: int, groups: int = 6) -> dict[str, float]:
+    """Two optimizer steps, by the trainer's own update, on groups of four rollouts. Two are one micro-batch per step."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.trainer.learner import Learner
 
     algorithm = make_algorithm({"preset": "grpo"}, max_tokens=40)
     learner = Learner(actor.recipe, actor, algorithm, StepTimer())  # type: ignore[attr-defined]
-    return learner.update(make_batch(seed), None)
+    return learner.update(make_batch(seed, groups), None)
 
 
 def check_gradients_are_not_copied(actor: Actor) -> None:
@@ -146,9 +146,9 @@ def save_trained(root: str, layouts: list[Layout]) -> None:
     """Of every layout: two updates, a checkpoint, two more, and another one."""
     for layout in layouts:
         actor, folder = make_actor(Path(root), layout), Path(root) / layout.name
-        learn(actor, 0)
+        learn(actor, 0, groups=2)
         saver = save(actor, folder, 1)
-        learn(actor, 1)
+        learn(actor, 1, groups=2)
         save(actor, folder, 2, saver)
         assert [outcome.error for outcome in saver.outcomes()] == [None, None]
         close()
@@ -160,7 +160,7 @@ def resume_at(root: str, pairs: list[tuple[Layout, Layout]]) -> None:
         actor, folder = make_actor(Path(root), after), Path(root) / f"{before.name}--{after.name}"
         load(actor, Path(root) / before.name / "step_1", 2)
         saver = save(actor, folder, 1)
-        learn(actor, 1)
+        learn(actor, 1, groups=2)
         save(actor, folder, 2, saver)
         assert [outcome.error for outcome in saver.outcomes()] == [None, None]
         close()

@@ -112,12 +112,12 @@ def save_before_the_first_update(root: str, layouts: list[Layout]) -> None:
     for layout in layouts:
         actor, folder = ranks.make_actor(Path(root), layout), Path(root) / "again" / layout.name
         saver = ranks.save(actor, folder, 0)
-        ranks.learn(actor, 5)
+        ranks.learn(actor, 5, groups=2)
         actor.start_optimizer(actor.optimizer_config, ranks.UPDATES)
-        ranks.learn(actor, 6)
+        ranks.learn(actor, 6, groups=2)
         ranks.load(actor, folder / "step_0", 0)
-        ranks.learn(actor, 0)
-        ranks.learn(actor, 1)
+        ranks.learn(actor, 0, groups=2)
+        ranks.learn(actor, 1, groups=2)
         ranks.save(actor, folder, 2, saver)
         assert [outcome.error for outcome in saver.outcomes()] == [None, None]
         ranks.close()
@@ -144,7 +144,7 @@ def learn_offloaded(root: str, layouts: list[Layout]) -> None:
             actor.offload_weights()
             assert not any(tensor.untyped_storage().nbytes() for tensor in actor.optimizer_state() if seed)
             actor.onload()
-            ranks.learn(actor, seed)
+            ranks.learn(actor, seed, groups=2)
             ranks.check_gradients_are_not_copied(actor)
         ranks.save(actor, folder, 2)
         ranks.close()

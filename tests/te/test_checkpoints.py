@@ -36,7 +36,7 @@ OTHER = [
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    make_models(folder)
+    make_models(folder, layers=2)
     (folder / "again").mkdir()
     spawn(save_trained, 2, str(folder), SAVED)
     spawn(inside.save_before_the_first_update, 2, str(folder), AGAIN)
