@@ -35,6 +35,12 @@ def check_method_choice(config: Config) -> Iterator[str]:
         yield str(error)
         return
     columns = reward_columns(config)
+    if config.rollout.partial is not None and _needs(config).greedy:
+        yield (
+            f"`rollout.partial` does not go with `algorithm.estimator.name` {algorithm.estimator.name}, whose "
+            "greedy responses would have to be drawn to their end in the same step; set rollout.partial=null, or choose "
+            "another estimator"
+        )
     yield from _needs(config).unmet(
         algorithm.estimator.name,
         group_size=config.rollout.group_size,

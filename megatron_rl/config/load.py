@@ -268,8 +268,9 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
         preset = get_preset(name)
     result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
     rollouts = [layer.tree["rollout"] for layer in layers if isinstance(layer.tree.get("rollout"), dict)]
-    if next((section["fp8"] for section in reversed(rollouts) if "fp8" in section), "none") != "none":
-        result.insert(0, _Layer("rollout.fp8", {"algorithm": {"correction": {"weight": "token"}}}))
+    for key, off in (("fp8", "none"), ("partial", None)):
+        if next((section[key] for section in reversed(rollouts) if key in section), off) != off:
+            result.insert(0, _Layer(f"rollout.{key}", {"algorithm": {"correction": {"weight": "token"}}}))
     for index, layer in enumerate(layers):
         tree = dict(layer.tree)
         if index < start and isinstance(tree.get("algorithm"), dict):

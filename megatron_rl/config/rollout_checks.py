@@ -9,12 +9,15 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.models.fp8_weights import module_of, quantised_modules
 
+MOST_VERSIONS = 253  # after the first, of the weights that draw a rollout: see `rollout.exchange`
+
 
 def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:
     """Yields a sentence where engines would cross nodes.
 
     `local_world_size`: processes on each node, where a launcher says so.
     """
+    yield from _check_partial(config)
     engine = config.rollout.tensor_parallel
     if local_world_size is not None and local_world_size % engine:
         yield (
@@ -22,6 +25,39 @@ def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]
             "ranks of an engine exchange in every layer stays within it; where a GPU then has too many weights, raise "
             "rollout.memory_fraction, or set rollout.fp8=blockwise"
         )
+
+
+def _check_partial(config: Config) -> Iterator[str]:
+    partial, trainer = config.rollout.partial, config.trainer
+    if partial is None:
+        return
+    opened, most = partial.opened(trainer.prompts_per_step), (partial.max_staleness + 1) * trainer.prompts_per_step
+    if not trainer.prompts_per_step <= opened <= most:
+        yield (
+            f"`rollout.partial.open_prompts` ({opened}) must be at least `trainer.prompts_per_step` "
+            f"({trainer.prompts_per_step}) and, so that none waits longer than `max_staleness` "
+            f"({partial.max_staleness}), at most {most}"
+        )
+    versions = partial.max_staleness * trainer.minibatches * trainer.epochs
+    if versions > MOST_VERSIONS:
+        yield (
+            f"`rollout.partial.max_staleness` ({partial.max_staleness}) x trainer.minibatches {trainer.minibatches} x "
+            f"trainer.epochs {trainer.epochs} = {versions} versions of the weights may draw a response, and at most "
+            f"{MOST_VERSIONS} can; lower one"
+        )
+    refused = {
+        "tasks.train has an agent: a conversation cannot be cut in a turn": any(
+            task.agent is not None for task in config.tasks.train.values()
+        ),
+        "actor.moe.routing_replay is `rollout`: experts of tokens that are read again would be those of newer weights": (
+            config.actor.moe.routing_replay == "rollout"
+        ),
+        "algorithm.resample_rounds replaces groups within a step, which would have to be drawn to their end": (
+            config.algorithm.resample_rounds > 0
+        ),
+    }
+    for reason in (reason for reason, is_on in refused.items() if is_on):
+        yield f"`rollout.partial` does not go with this recipe: {reason}; set rollout.partial=null, or change that"
 
 
 def check_rollout_machine(config: Config) -> Iterator[str]:

@@ -23,7 +23,6 @@ from megatron_rl.config.keys import (
     NonNegative,
     Params,
     PositiveShare,
-    Ranks,
     Section,
     Seed,
     Share,
@@ -34,6 +33,7 @@ from megatron_rl.config.keys import (
     key,
 )
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards
@@ -151,54 +151,6 @@ class RewardConfig(Section):
     tasks: list[str] | None = key(None, "only for prompts of these tasks, 0 elsewhere; null: all")
     condition: ConditionConfig | None = key(None, "the section below; null: always counts")
     when_needed: bool = key(False, "computed only where the estimator asks for a column of this name (`awpo`: `judge`)")
-
-
-# ---------------------------------------------------------------------------------------------------------- rollout
-@dataclass
-class RolloutConfig(Section):
-    tensor_parallel: Ranks = key(1, "processes per engine; processes / this many engines share the prompts")
-    expert_parallel: bool = key(
-        False,
-        "mixtures of experts: each process of an engine holds whole experts, its share of them; false: a slice of every one. "
-        "Attention is cut over the processes either way",
-    )
-    fp8: Literal["none", "blockwise"] = key(
-        "none",
-        "`blockwise`: the engine draws with weights in FP8 (e4m3, one scale per 128 × 128 block) and, on a GPU, activations "
-        "rounded to FP8 as they come ([gpu.md](gpu.md#rollouts-in-fp8)). Embedding, output layer, norms and routers stay in "
-        "bf16. `algorithm.correction.weight` is then `token` where the recipe does not set it",
-    )
-    fp8_skip: list[str] = key(
-        [],
-        "further modules that stay in bf16: patterns (`*`: any characters) of whole names, such as `model.layers.0.*`, "
-        "`*.self_attn.*`, `*.mlp.experts`",
-    )
-    group_size: Annotated[int, Field(ge=1, le=1e5)] = key(8, "rollouts per prompt")
-    max_prompt_tokens: Tokens = key(512)
-    max_tokens: Tokens = key(512, "new tokens per rollout")
-    temperature: Annotated[float, Field(gt=0, le=2)] = key(1.0, "of training rollouts and the actor's log-probs")
-    too_long: Literal["error", "drop"] = key("error", "prompts above the limit: an error, or left out")
-    memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
-    cpu_cache_gib: Annotated[float, Field(ge=0.001, le=1e6)] = key(1.0, "CPU: KV cache per process")
-    max_concurrent: Count = key(512, "sequences decoded together by one engine")
-    async_scheduling: bool = key(
-        True,
-        "GPU: vLLM prepares a batch while the device computes the previous one; false: to find out whether a hang lies there",
-    )
-    sync: Literal["sliced", "whole"] = key(
-        "sliced",
-        "how weights get into the engines: each process gets its own slice of them, or every tensor whole, one at a time. "
-        "Where the engine keeps a weight in a way that is not known here, they go whole, and the log says so",
-    )
-    sync_check_every: Steps = key(
-        1, "steps between comparisons of log-probs after a weight sync; also before the first step"
-    )
-    sync_check_rollouts: Count = key(4, "rollouts compared")
-    sync_tolerance: Annotated[float, Field(gt=0, le=1e6)] | None = key(
-        None,
-        "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
-        "0.05, with experts 0.1; with `fp8` or `actor.fp8` 0.2",
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------- trainer

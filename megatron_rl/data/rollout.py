@@ -234,6 +234,7 @@ class Rollouts:
     held: dict[int, Rollout]  # by row, of this rank's engine
     # Of a token's entry in `Rollout.experts`, [layers, experts per token]; None: there are none.
     experts: np.dtype | None = None
+    drawn: int | None = None  # tokens that were drawn for them in the step; None: all of theirs
     columns: tuple[str, ...] = ()  # of the rewards
     # float64 [rows, columns]; NaN: it has no value
     rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
@@ -242,6 +243,15 @@ class Rollouts:
     )  # of the columns of `Rollout.token_rewards`, in order
     # By row, of conversations that were not lost; None: turns have no advantages of their own.
     turns: Mapping[int, Turns] | None = None
+
+    @classmethod
+    def unbegun(cls, samples: Sequence[Sample], count: int) -> Rollouts:
+        """Rollouts without tokens behind their prompts, which nobody has."""
+        facts = np.zeros(len(samples) * count, dtype=FACTS)
+        facts["row"], facts["truncated"] = np.arange(len(facts)), True
+        facts["source"], facts["version"] = UNANSWERED, -1
+        facts["num_tokens"] = np.repeat([len(sample.prompt_ids) for sample in samples], count)
+        return cls([*samples], count, facts, {})
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -288,7 +298,8 @@ class Rollouts:
         held = {new: self.held[old] for new, old in enumerate(rows) if old in self.held}
         facts = self.facts[rows]
         facts["row"] = np.arange(len(rows))
-        samples, rewards = [self.samples[i] for i in chosen], self.rewards[rows]
+        samples = [self.samples[i] for i in chosen]
+        rewards = self.rewards[rows] if len(self.rewards) else self.rewards  # they may not be scored yet
         turns = self.turns and {new: self.turns[old] for new, old in enumerate(rows) if old in self.turns}
         return replace(self, samples=samples, facts=facts, held=held, rewards=rewards, turns=turns)
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.simulated_steps import SimulatedRun
+from megatron_rl.planning.simulation.simulated_steps import Mode, SimulatedRun
 from megatron_rl.planning.tables import rate_of, title
 from megatron_rl.planning.time.step import StepTime
 from megatron_rl.report import charts
@@ -144,6 +144,13 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- simulation
+_STANDING: Mapping[Mode, str] = {
+    "synchronous": "without rollout.partial",
+    "partial": "with rollout.partial",
+    "one step off": "not in this product",
+}
+
+
 def _simulated(forecast: Forecast) -> Iterator[str]:
     rows, colours = [], _coloured([name for run in forecast.runs.values() for name in run.phases()])
     longest = max(float(run.seconds.mean()) for run in forecast.runs.values())
@@ -151,17 +158,28 @@ def _simulated(forecast: Forecast) -> Iterator[str]:
     for mode, run in forecast.runs.items():
         figures = [run.seconds.mean(), *np.quantile(run.seconds, (0.5, 0.95)), run.tokens_per_s_per_gpu]
         shares = [run.idle(), run.tail_share]
-        product = "as it is" if mode == "synchronous" else "not in this product"
+        product = _STANDING[mode]
         rows.append(
-            [title(mode, run), product, *(f"{value:,.0f}" for value in figures), *(f"{share:.0%}" for share in shares)]
+            [
+                title(mode, run, forecast.job),
+                product,
+                *(f"{value:,.0f}" for value in figures),
+                *(f"{share:.0%}" for share in shares),
+            ]
         )
         if mode == "synchronous":  # else phases run side by side
             phases = {name: float(seconds.mean()) for name, seconds in run.phases().items()}
             pieces = [(took / longest, colours[name], f"{name}: {took:.1f} s") for name, took in phases.items()]
-            bars += [_row(title(mode, run), _bar(pieces), f"{sum(phases.values()):,.0f} s"), _legend(colours)]
+            bars += [
+                _row(title(mode, run, forecast.job), _bar(pieces), f"{sum(phases.values()):,.0f} s"),
+                _legend(colours),
+            ]
     yield table(["", "", "s / step", "median", "95 %", "tokens/s/GPU", "idle GPUs", "tail of generation"], rows, 6)
     yield f'<div class="card">{"".join(bars)}</div>'
-    lines = [Line(title(mode, run), COLOURS[i], *_decoded(run)) for i, (mode, run) in enumerate(forecast.runs.items())]
+    lines = [
+        Line(title(mode, run, forecast.job), COLOURS[i], *_decoded(run))
+        for i, (mode, run) in enumerate(forecast.runs.items())
+    ]
     yield from curves([Drawing("Sequences being decoded", "", lines, at_least=1.0, axis="second")], 0)
 
 

@@ -16,7 +16,7 @@ from megatron_rl.planning.memory import active_parameters, total_parameters
 from megatron_rl.planning.search import Found, Space
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.simulated_steps import BEGUN, Mode, SimulatedRun
+from megatron_rl.planning.simulation.simulated_steps import Mode, SimulatedJob, SimulatedRun, partial_of
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
 from megatron_rl.planning.time.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
 
@@ -233,9 +233,9 @@ def layout_table(layouts: Sequence[Found], recipe_layout: Found | None, space: S
 
 
 # --------------------------------------------------------------------------------------------------------- simulation
-def title(name: Mode, run: SimulatedRun) -> str:
+def title(name: Mode, run: SimulatedRun, job: SimulatedJob) -> str:
     if name == "partial":
-        return f"partial rollouts, {BEGUN:g} x as many begun"
+        return f"partial, chunks of {partial_of(job).chunk_tokens:,}, {partial_of(job).opened(job.prompts):,} open"
     if name == "one step off":
         return f"one step off, {round(run.engines_share * run.gpus)} of {run.gpus} GPUs draw"
     return name
@@ -275,9 +275,9 @@ def simulation_table(simulated: Forecast) -> str:
     ]
     for mode, other in simulated.runs.items():
         lines.append(
-            f"{title(mode, other):40s}{other.seconds.mean():10.1f}{np.quantile(other.seconds, 0.95):10.1f}"
+            f"{title(mode, other, job):40s}{other.seconds.mean():10.1f}{np.quantile(other.seconds, 0.95):10.1f}"
             f"{other.tokens_per_s_per_gpu:14,.0f}{other.idle():11.0%}"
-            + ("" if mode == "synchronous" else "  not in this product")
+            + ("  not in this product" if mode == "one step off" else "")
         )
     if simulated.goodput is not None:
         lines += ["", *_goodput_lines(simulated.goodput)]

@@ -28,10 +28,10 @@ class Dispatcher:
     def __init__(self, grid: ProcessGrid, room: int) -> None:
         self.grid, self._room, self._rounds = grid, room, 0
 
-    def begin(self, order: Sequence[int], count: int) -> DispatchRound:
-        """A round over prompts in this order, each of which is `count` requests."""
+    def begin(self, order: Sequence[int], count: int, busy: int = 0) -> DispatchRound:
+        """A round over prompts in this order, each of which is `count` requests. `busy`: an engine's other requests."""
         self._rounds += 1
-        return DispatchRound(self.grid, str(self._rounds), order, self._room, count)
+        return DispatchRound(self.grid, str(self._rounds), order, self._room, count, busy)
 
 
 class DispatchRound:
@@ -42,9 +42,11 @@ class DispatchRound:
     time, and what is drawn does not: seeds belong to rollouts. A single engine has all from the start.
     """
 
-    def __init__(self, grid: ProcessGrid, name: str, order: Sequence[int], room: int, count: int) -> None:
+    def __init__(
+        self, grid: ProcessGrid, name: str, order: Sequence[int], room: int, count: int, busy: int = 0
+    ) -> None:
         self._grid, self._name, self._order, self._room = grid, name, order, room
-        at_once = -(-room // count)
+        at_once = -(-max(0, room - busy) // count)
         self._dispatched = len(order) if grid.engine.count == 1 else min(len(order), at_once * grid.engine.count)
 
     def first(self) -> list[int]:

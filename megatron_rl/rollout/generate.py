@@ -28,19 +28,18 @@ def generate(
     already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
     lengths: Mapping[str, float] | None = None,
     poll: Poll | None = None,
+    begun: Mapping[int, int] | None = None,
 ) -> Rollouts:
-    """`count` rollouts of every sample, over all engines; every rank learns how long each is, and has its own engine's whole.
-
-    Whole groups are spread over the engines (`DispatchRound`). What is drawn depends neither on the engine nor on what else
-    is in the batch, because every request has a seed of its own.
+    """`count` rollouts of every sample, over all engines; every rank learns how long each is, and has its own engine's.
+    Whole groups are spread over the engines (`DispatchRound`), on which what is drawn does not depend: requests have seeds.
 
     Args:
         on_finished: called with each rollout of this rank's engine as it ends, on every rank of the engine in the same order.
         on_failed: called with each request that the engine has no answer to, whose rollout is then missing; None: an error.
-        already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
+        already_drawn: rollouts that are not drawn again, by sample id and index; of begun samples this engine's, else all.
         lengths: mean tokens of earlier responses, by sample id; the same on every rank.
         poll: of the episodes whose requests others make; None: there are none.
-
+        begun: places of samples that were begun before, and by which engine; they go on there.
     Raises:
         EngineError: on every rank, where the ranks of an engine did not stay in step, or not every rollout came once.
     """
@@ -67,8 +66,10 @@ def generate(
         while (prompt := dispatch.next(len(open_episodes))) is not None:
             begin([prompt])
 
-    dispatch = dispatcher.begin(longest_first(samples, lengths or {}), count)
-    begin(dispatch.first())
+    begun, engines = begun or {}, dispatcher.grid.engine
+    order = [place for place in longest_first(samples, lengths or {}) if place not in begun]
+    dispatch = dispatcher.begin(order, count, busy=len(begun) * count // engines.count)
+    begin([*(place for place, drawing in begun.items() if drawing == engines.index), *dispatch.first()])
     go_on()
     while open_episodes:
         for ended in engine.step():

@@ -202,6 +202,7 @@ def llm_options(
     rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
     length = max_length(rollout, model)
     conversing = any(task.agent is not None for task in (*config.tasks.train.values(), *config.tasks.eval.values()))
+    conversing = conversing or rollout.partial is not None  # a response's next chunk finds the one before
     options: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": str(folder),

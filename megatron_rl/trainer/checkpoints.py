@@ -22,6 +22,7 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf_config import with_dtype
+from megatron_rl.rollout.partial import WAITING, pack
 from megatron_rl.runtime import disk, provenance
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
@@ -58,6 +59,7 @@ class Checkpoints:
         ownership: Ownership | None = None,
     ) -> None:
         self.config, self.run_dir, self.folder = config, run_dir, folder
+        self.continued: Path | None = None  # the checkpoint that the run goes on from
         self.identity = ""  # tells this run's checkpoints from another's
         self._reference = ReferenceFolder(run_dir, learner.actor, folder)
         self._grid, self._learner, self._report, self.timer = grid, learner, report, timer
@@ -96,6 +98,7 @@ class Checkpoints:
         saved, learner = store.read_state(folder), self._learner
         state = State.of(saved)
         self._check(folder, saved, state)
+        self.continued = folder
         if changed := compatibility.changed_keys(self.config, folder):
             self._report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
         if learner.algorithm.needs_reference and not state.warming_up and learner.actor.adapters is None:
@@ -164,6 +167,11 @@ class Checkpoints:
         compatibility.check_tokenizer(self.folder, folder)
         compatibility.check_estimator(saved, learner.algorithm.estimator.name, folder)
         compatibility.check_stage(state, config.sft.steps, folder)
+        if config.rollout.partial is None and (folder / WAITING).exists():
+            raise CheckpointError(
+                f"{folder}: responses wait in it, whose prompts would be lost; set rollout.partial as in its recipe.yaml, or "
+                "start over with --resume never"
+            )
 
     def _set_later_aside(self, state: State) -> None:
         roots = [(self.root(state.warming_up), state.stage_step)]
@@ -244,7 +252,9 @@ class Checkpoints:
             "model": compatibility.model_facts(actor.hf_config),
             "adapters": self.adapters,
         }
+        waiting = None if state.waiting is None else pack(self._grid, state.waiting)  # every rank packs
         files = {
+            **({WAITING: waiting} if waiting is not None else {}),
             "state.json": (json.dumps(progress, indent=1, sort_keys=True) + "\n").encode(),
             "recipe.yaml": to_yaml(self.config).encode(),
         }

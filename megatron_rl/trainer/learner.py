@@ -70,8 +70,14 @@ class Learner:
         Raises:
             ValueError: a rollout was drawn by other weights than the actor's.
         """
-        versions = np.unique(rollouts.facts["version"]).tolist()
-        if versions != [self.actor.optimizer_steps]:
+        versions, newest, partial = (
+            np.unique(rollouts.facts["version"]).tolist(),
+            self.actor.optimizer_steps,
+            self.config.rollout.partial,
+        )
+        per_step = self.config.trainer.minibatches * self.config.trainer.epochs
+        oldest = newest - (partial.max_staleness * per_step if partial is not None else 0)
+        if not oldest <= versions[0] <= versions[-1] <= newest:
             raise ValueError(
                 f"rollouts were drawn with weights of optimizer steps {versions}, and the actor is at step "
                 f"{self.actor.optimizer_steps}: the engine missed a weight sync"

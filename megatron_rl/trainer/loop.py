@@ -67,7 +67,7 @@ def step(run: Run) -> None:
     sampler, learner = run.sampler, run.learner
     run.timer.start(number)
 
-    rollouts, position = sampler.sample(number, run.state.position)
+    rollouts, state = sampler.sample(number, run.state)
     run.stop.check(run.grid)
     greedy = sampler.sample_greedily(rollouts.samples, number) if learner.algorithm.estimator.needs.greedy else None
     run.stop.check(run.grid)  # the last one: estimators and weights change from here on, so the step is finished
@@ -93,7 +93,7 @@ def step(run: Run) -> None:
     if scored is not None:
         with run.timer("sync_check"):
             difference = run.sync.check(scored)
-    run.state = replace(run.state, step=number, position=position)
+    run.state = replace(state, step=number)
 
     seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table, rollouts) | response_metrics(rollouts) | learned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.actor.actor import Actor
@@ -23,6 +23,7 @@ from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.text_only import NOT_READ
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.partial import WAITING
 from megatron_rl.rollout.sync import Scored, WeightSync, make_sync
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runtime.disk import next_previous
@@ -35,6 +36,7 @@ from megatron_rl.tasks.loading import check_demonstrations, load_prompts
 from megatron_rl.tasks.preferences import PreferencePairs, load_pairs
 from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.learner import Learner
+from megatron_rl.trainer.partial_sampling import check_prompts
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.state import State
@@ -87,6 +89,9 @@ class Run:
         """Whether there was a checkpoint to continue from: `Checkpoints.resume`."""
         state = self.checkpoints.resume(resume, optimizer, total_updates)
         self.state = state or self.state
+        folder = self.checkpoints.continued
+        if folder is not None and (folder / WAITING).exists():
+            self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
         return state is not None
 
     def hand_device_to_engine(self) -> None:
@@ -162,6 +167,8 @@ def build_run(
         if grid.is_main:
             for doubt in scorer.doubts(samples):
                 report.warn(doubt)
+    if command == "train" and config.rollout.partial is not None:
+        check_prompts(config, prompts)
     scorer.open(run_dir, grid.rank, grid.world)
     if command == "train" and config.rollout.fp8 != "none":
         weight = config.algorithm.correction.weight

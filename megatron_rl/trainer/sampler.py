@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,18 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import Engine, Failure
-from megatron_rl.rollout.episode import single_turn
+from megatron_rl.rollout.episode import MakeEpisode, Poll, single_turn
 from megatron_rl.rollout.generate import generate
+from megatron_rl.rollout.partial import Waiting, unpack
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
+from megatron_rl.trainer.partial_sampling import sample_partial
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.shown import decode
+from megatron_rl.trainer.state import State
 from megatron_rl.trainer.turn_credit import turn_rewards, turns_of
 
 
@@ -115,8 +119,17 @@ class Sampler:
             self._engine.shutdown()
 
     # -------------------------------------------------------------------------------------------------------- sampling
-    def sample(self, step: int, position: int) -> tuple[Rollouts, int]:
-        """A group of scored rollouts of each of the next prompts after `position`; and the training prompts taken until then.
+    def training_prompt(self, position: int) -> Sample:
+        """Returns the prompt at a position in the order of the training prompts."""
+        assert self.order is not None  # an evaluation takes no training prompts
+        return self.prompts.train[self.order.take(position, 1)[0]]
+
+    def read_waiting(self, path: Path) -> Waiting:
+        """Reads what waits in a checkpoint."""
+        return unpack(path.read_bytes(), self.grid, self.training_prompt)
+
+    def sample(self, step: int, state: State) -> tuple[Rollouts, State]:
+        """A group of scored rollouts of each of the next prompts; and the state with these prompts taken.
 
         With dynamic sampling (`algorithm.resample_rounds`) groups without signal are replaced by further prompts until
         `trainer.prompts_per_step` groups have one or the rounds are used up; groups in excess are left out.
@@ -124,6 +137,14 @@ class Sampler:
         config = self.config
         self.scorer.begin_step(step)
         self._read.clear()
+        if config.rollout.partial is not None:
+            with self.timer("generate"):
+                drawn, state, metrics = sample_partial(self, step, state)
+            self._counters |= metrics
+            with self.timer("reward"):
+                self.score(drawn, by_token=True)
+            return drawn, state
+        position = state.position
         needed, group_size = config.trainer.prompts_per_step, config.rollout.group_size
         sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
         accepted: Rollouts | None = None
@@ -140,7 +161,7 @@ class Sampler:
             if self._read:
                 self._counters["conversation/prefix_hit_share"] = self._read["cached"] / self._read["tokens"]
             if not rounds:
-                return drawn, position
+                return drawn, replace(state, position=position)
             signal = groups_with_variance(self.reward_table(drawn), config.algorithm.zero_variance_rewards).tolist()
             more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: needed - len(taken)])
             accepted = accepted + more if accepted else more
@@ -148,7 +169,7 @@ class Sampler:
             if len(accepted.samples) == needed:
                 break
         # With nothing to learn from in any round, the step reports it, and leaves the weights.
-        return accepted or drawn, position
+        return accepted or drawn, replace(state, position=position)
 
     def sample_greedily(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """One scored greedy rollout per sample (ReMax's baseline)."""
@@ -199,18 +220,8 @@ class Sampler:
         if conversations is not None:
             journal = (self.journal / f"step_{step}", self.weights) if journaled and self.journal is not None else None
             make_episode = conversations.episodes(sampling, step, self.engine.version, journal)
-        rollouts = generate(
-            self.engine,
-            self._dispatcher,
-            samples,
-            count,
-            make_episode,
-            on_finished,
-            on_failed,
-            already_drawn,
-            self._lengths,
-            None if conversations is None else conversations.poll,
-        )
+        poll = None if conversations is None else conversations.poll
+        rollouts = self.draw(samples, count, make_episode, on_finished, on_failed, already_drawn, poll=poll)
         if conversations is not None:
             parts = self.grid.all_gather(
                 (conversations.take_lost(), conversations.take_read(), conversations.take_resumed())
@@ -218,9 +229,26 @@ class Sampler:
             self._report.lost_conversations([lost for lost, _, _ in parts])
             self._read += sum((read for _, read, _ in parts), Counter[str]())
             self._report.resumed_conversations(step, sum((resumed for _, _, resumed in parts), Resumed()))
+        decode(self.tokenizer, [*rollouts.held.values()])
+        return rollouts
+
+    def draw(
+        self,
+        samples: Sequence[Sample],
+        count: int,
+        make_episode: MakeEpisode,
+        on_finished: Callable[[Rollout], None] = lambda rollout: None,
+        on_failed: Callable[[Failure], None] | None = None,
+        already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
+        begun: Mapping[int, int] | None = None,
+        poll: Poll | None = None,
+    ) -> Rollouts:
+        """`rollout.generate.generate` by this run's engines; remembers how long responses are."""
+        lengths = self._lengths
+        by = self.engine, self._dispatcher, samples, count, make_episode, on_finished, on_failed, already_drawn, lengths
+        rollouts = generate(*by, poll=poll, begun=begun)
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
-        decode(self.tokenizer, [*rollouts.held.values()])
         return rollouts
 
     def _conversations_about(self, samples: Sequence[Sample]) -> Conversations | None:

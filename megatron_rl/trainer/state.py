@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.checkpoint.store import SavedState
+from megatron_rl.rollout.partial import Waiting
 
 
 @dataclass(frozen=True)
@@ -12,17 +13,19 @@ class State:
     """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
 
     Randomness needs no state: every seed is a function of the recipe's seed and the step. Nor does the sampler: which prompts
-    come next follows from `position`.
+    come next follows from `position`, and what waits of partial rollouts is `waiting`.
     """
 
     step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
     warm_up: int = 0  # SFT steps of the warm-up before RL done
     position: int = 0  # training prompts taken
     warming_up: bool = False  # in the SFT steps before RL
+    waiting: Waiting | None = None  # with partial rollouts: what is open; None: nothing
 
     @classmethod
     def of(cls, saved: SavedState) -> State:
-        return cls(**saved["progress"], warming_up=saved.get("warm_up", False))
+        progress = saved["progress"]
+        return cls(progress["step"], progress["warm_up"], progress["position"], saved.get("warm_up", False))
 
     @property
     def stage_step(self) -> int:

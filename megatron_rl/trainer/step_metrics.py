@@ -128,6 +128,7 @@ def tool_names(sample: Sample) -> set[str]:
 def throughput(rollouts: Rollouts, seconds: Mapping[str, float]) -> dict[str, float]:
     """Tokens per second of the whole world: generated while generating, and trained on per whole step."""
     generated, total = (int(rollouts.facts[name].sum()) for name in ("length", "num_tokens"))
+    generated = generated if rollouts.drawn is None else rollouts.drawn
     return {
         "perf/generated_tokens_per_s": generated / seconds["timing_s/generate"],
         "perf/tokens_per_s": total / seconds["timing_s/step"],

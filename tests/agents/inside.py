@@ -42,7 +42,7 @@ def main(run_dir: Path) -> None:
     run.report.start_over()
     run.learner.start()
     run.start_engine()
-    rollouts, _ = run.sampler.sample(1, 0)
+    rollouts, _ = run.sampler.sample(1, run.state)
     found = run.sampler.take_counters()["conversation/prefix_hit_share"]
     share = {row: rollouts.held[row] for row in rollouts.held if grid.engine.is_leader}
     everything = {
@@ -62,7 +62,7 @@ def main(run_dir: Path) -> None:
         record = [of(row, rollout, scores, rollouts) for row, rollout in sorted(share.items())]
         (run_dir / f"drawn_{grid.engine.index}.json").write_text(json.dumps(record))
     for talking.HURRY in (11, 12, 13):  # other latencies, and all prompts in the cache: the same bits
-        again, _ = run.sampler.sample(1, 0)
+        again, _ = run.sampler.sample(1, run.state)
         assert by_row(again) == by_row(rollouts)
     warm = run.sampler.take_counters()["conversation/prefix_hit_share"]
     step(run)

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "actor.moe": "actor_checks, by the model's experts",
     "actor.parallel": "checks: layouts",
     "algorithm.correction.filters": "algorithm",
+    "rollout.partial": "null or in effect; rollout_checks",
     "rewards.<name>.condition": "null or in effect",
     "evaluation.endpoint": "evaluate --endpoint",
 }
@@ -43,7 +44,7 @@ ALWAYS = {
     "algorithm.correction: weight filters",
     "algorithm.overlong: share",
     "rollout: tensor_parallel expert_parallel fp8 group_size max_prompt_tokens max_tokens temperature too_long",
-    "rollout: memory_fraction",
+    "rollout: memory_fraction partial",
     "rollout: cpu_cache_gib max_concurrent async_scheduling sync sync_check_every sync_check_rollouts sync_tolerance",
     "actor: tokens_per_microbatch logits_mib recompute overlap freeze_vision_tower offload offload_weights fp8 lora",
     *(

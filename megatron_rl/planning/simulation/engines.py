@@ -51,8 +51,11 @@ class SimulatedGeneration:
 class _Engine:
     """Its sequences by row (group * count + index). `time` and `passes` are those of its last event."""
 
-    def __init__(self, speed: EngineSpeed, prompt: float, count: int, drawn: list[int], left: list[int]) -> None:
+    def __init__(
+        self, speed: EngineSpeed, prompt: float, count: int, drawn: list[int], left: list[int], is_read: list[bool]
+    ) -> None:
         self.speed, self.prompt, self.count = speed, prompt, count
+        self.is_read = is_read  # by row: what was drawn before is in the cache
         self.drawn, self.left = drawn, left  # by row; shared by all engines
         self.time, self.busy, self.passes, self.cached, self.set_back = 0.0, 0.0, 0, 0.0, 0
         self.waiting: deque[int] = deque()
@@ -77,7 +80,8 @@ class _Engine:
             running += 1
             self.cached += tokens
             # The prompt of a group is read once: the others find it in the cache.
-            read += self.drawn[row] + (self.prompt if row % self.count == 0 else 0)
+            if not self.is_read[row]:
+                read += self.drawn[row] + (self.prompt if row % self.count == 0 else 0)
             self.ends_at[row] = self.passes + self.left[row]
             heapq.heappush(self._next, (self.ends_at[row], row))
         if read:
@@ -121,16 +125,8 @@ class _Engine:
             self._stop(row, end)
             self.cached -= self.prompt + self.drawn[row]
             self.waiting.appendleft(row)
+            self.is_read[row] = False
             self.set_back += 1
-
-    def interrupt(self, at: float) -> None:
-        """Ends all sequences where they are `at` a time before the next event."""
-        passes, seconds = self.segment
-        if seconds > 0:
-            self.passes += int(passes * max(0.0, at - self.time) / seconds)
-        self._wait(max(0.0, at - self.time) if self.ends_at else 0.0)
-        for row, end in self.ends_at.items():
-            self._stop(row, end)
 
     def _stop(self, row: int, end: int) -> None:
         left = max(1, end - self.passes)
@@ -149,7 +145,7 @@ def generate(
     drawn: np.ndarray,
     left: np.ndarray,
     order: Sequence[int],
-    stop_after: int | None = None,
+    read_before: np.ndarray | None = None,
 ) -> SimulatedGeneration:
     """Responses to prompts of `prompt` tokens, handed out as `rollout/dispatch.py` does it.
 
@@ -157,7 +153,7 @@ def generate(
         drawn: int64 [groups, count], tokens that were drawn before; they are read again.
         left: int64 [groups, count], tokens to be drawn; 0: the response is whole.
         order: groups in the order in which they are begun.
-        stop_after: generation is interrupted once so many groups are whole; None: it goes on to the end.
+        read_before: bool [groups], those whose tokens so far are in the cache; None: none are.
 
     Raises:
         ValueError: the cache does not hold the longest sequence.
@@ -169,10 +165,9 @@ def generate(
             f"an engine's cache of {speed.cache_tokens:,.0f} tokens does not hold a sequence of {longest:,.0f}"
         )
     rest, before = left.ravel().tolist(), drawn.ravel().tolist()
-    workers = [_Engine(speed, prompt, count, before, rest) for _ in range(engines)]
+    is_read = [False] * len(rest) if read_before is None else np.repeat(read_before, count).tolist()
+    workers = [_Engine(speed, prompt, count, before, rest, is_read) for _ in range(engines)]
     handed_out = _hand_out_first(workers, order, count)
-    missing = [int((group > 0).sum()) for group in left]
-    complete, stop_after = missing.count(0), groups if stop_after is None else stop_after
     ends = np.full(groups * count, np.nan)
     ends[left.ravel() == 0] = 0.0
     events: list[tuple[float, int]] = []
@@ -185,19 +180,15 @@ def generate(
     for number in range(engines):
         schedule(number)
     now = 0.0
-    while events and complete < stop_after:
+    while events:
         now, number = heapq.heappop(events)
         worker = workers[number]
         for row in worker.advance():
             ends[row] = now
-            missing[row // count] -= 1
-            complete += missing[row // count] == 0
         while handed_out < len(order) and worker.pending < speed.max_concurrent:
             worker.waiting.extend(_rows(order[handed_out], count, rest))
             handed_out += 1
         schedule(number)
-    for worker in workers:
-        worker.interrupt(now)
     return SimulatedGeneration(
         seconds=now,
         ends=ends.reshape(groups, count),
@@ -205,6 +196,29 @@ def generate(
         busy=np.array([worker.busy for worker in workers]),
         set_back=sum(worker.set_back for worker in workers),
         running=[worker.running for worker in workers],
+    )
+
+
+def joined(phases: Sequence[SimulatedGeneration]) -> SimulatedGeneration:
+    """Phases one after the other, over the same responses, as one: a response ends with the last phase that drew it."""
+    begins = np.cumsum([0.0, *(phase.seconds for phase in phases)])
+    ends = np.zeros_like(phases[0].ends)
+    for begin, phase in zip(begins.tolist(), phases, strict=False):
+        ends = np.where(phase.ends > 0, begin + phase.ends, ends)
+    return SimulatedGeneration(
+        seconds=float(begins[-1]),
+        ends=np.where(phases[-1].left == 0, ends, np.nan),
+        left=phases[-1].left,
+        busy=np.sum([phase.busy for phase in phases], axis=0),
+        set_back=sum(phase.set_back for phase in phases),
+        running=[
+            [
+                (begin + time, number)
+                for begin, phase in zip(begins.tolist(), phases, strict=False)
+                for time, number in phase.running[i]
+            ]
+            for i in range(len(phases[0].running))
+        ],
     )
 
 

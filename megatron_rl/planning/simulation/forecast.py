@@ -110,6 +110,7 @@ def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predicto
         training=training,
         reward=judge,
         drawn_before=what.drawn_before,
+        partial=config.rollout.partial,
     )
 
 

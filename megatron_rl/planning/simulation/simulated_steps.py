@@ -13,12 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration, generate
+from megatron_rl.config.rollout_keys import PartialConfig
+from megatron_rl.data.pause import trained_groups
+from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration, generate, joined
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
 
 Mode = Literal["synchronous", "partial", "one step off"]
 MODES: tuple[Mode, ...] = ("synchronous", "partial", "one step off")
-BEGUN = 1.25  # partial rollouts: groups under way for each that a step trains on
 _SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
 _SPLITS = 6  # one step off: parts of the GPUs that are tried for the engines
 _TRIED = 2  # steps of each try
@@ -44,6 +45,7 @@ class SimulatedJob:
         training: seconds of each phase after the rewards, by the step's tokens.
         reward: asked as responses end; None: rewards take no time.
         drawn_before: earlier responses to the same prompts say which will be long, and those are begun first.
+        partial: the recipe's; None: see `partial_of`.
     """
 
     speed: EngineSpeed
@@ -56,6 +58,7 @@ class SimulatedJob:
     training: Callable[[float], Mapping[str, float]]
     reward: Latency | None = None
     drawn_before: bool = False
+    partial: PartialConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -180,23 +183,37 @@ def _synchronous(job: SimulatedJob, seed: int, number: int) -> SimulatedStep:
     return _one_after_the_other(job, generation, waited, float(lengths.sum() + lengths.size * job.prompt))
 
 
+def partial_of(job: SimulatedJob) -> PartialConfig:
+    """The job's, or one with chunks of half a mean response."""
+    tokens, _ = job.lengths.draw(np.random.default_rng(0), 64, job.count)
+    return job.partial or PartialConfig(chunk_tokens=max(1, round(float(tokens.mean()) / 2)))
+
+
 def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
-    """More groups are begun than are trained on; what is not whole when enough of them are goes on in the next step."""
+    """More groups are open than are trained on; chunks are drawn until the step has its groups, and the rest goes on in the
+    next one: `data.pause`, as in a run. There, what waits also stays with its engine."""
+    rule = partial_of(job)
     drawn = left = np.zeros((0, job.count), dtype=np.int64)
-    under_way, done, number = round(BEGUN * job.prompts), list[SimulatedStep](), 0
-    while len(done) < steps + _SETTLING:
-        lengths, _, _ = _drawn(replace(job, prompts=under_way - len(left)), seed, number)
-        before, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
-        lengths_now = before + left
-        generation = generate(job.speed, job.engines, job.prompt, before, left, range(len(left)), job.prompts)
-        ends, ended = generation.ends.max(1), np.flatnonzero((generation.left == 0).all(1))
-        trained = ended[np.argsort(ends[ended], kind="stable")][: job.prompts]
-        scored = generation.ends[(generation.ends > 0) & np.isin(np.arange(len(left)), trained)[:, None]]
+    opened, done = list[int](), list[SimulatedStep]()
+    for number in range(1, steps + _SETTLING + 1):
+        lengths, _, _ = _drawn(replace(job, prompts=rule.opened(job.prompts) - len(left)), seed, number)
+        drawn, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
+        opened += [number] * len(lengths)
+        totals, phases, trained = drawn + left, list[SimulatedGeneration](), list[int]()
+        is_read = np.zeros(len(left), dtype=bool)
+        while not trained:
+            chunk = np.minimum(left, rule.chunk_tokens)
+            phase = generate(job.speed, job.engines, job.prompt, drawn, chunk, range(len(left)), is_read)
+            drawn, left, is_read = drawn + chunk, left - chunk, np.ones_like(is_read)
+            phases.append(replace(phase, left=left))
+            trained = trained_groups((left == 0).all(1).tolist(), opened, number, job.prompts, rule.max_staleness)
+        generation = joined(phases)
+        scored = generation.ends[trained][generation.ends[trained] > 0]
         waited = _waiting(scored, generation.seconds, job.reward, np.random.default_rng((seed, number, 1)))
-        tokens = float(lengths_now[trained].sum() + lengths_now[trained].size * job.prompt)
+        tokens = float(totals[trained].sum() + totals[trained].size * job.prompt)
         done.append(_one_after_the_other(job, generation, waited, tokens))
         rest = np.setdiff1d(np.arange(len(left)), trained)
-        drawn, left, number = (lengths_now - generation.left)[rest], generation.left[rest], number + 1
+        drawn, left, opened = drawn[rest], left[rest], [opened[place] for place in rest.tolist()]
     return done[_SETTLING:]
 
 
