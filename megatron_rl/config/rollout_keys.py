@@ -16,17 +16,15 @@ class PartialConfig(Section):
     not done waits, with its tokens, log-probs and versions, and goes on under the next weights."""
 
     chunk_tokens: Tokens = key(
-        meaning="new tokens that every open response draws before the step looks whether it has its groups. Few: long "
-        "responses delay it less; many: fewer interruptions, in which their tokens are read again"
+        meaning="new tokens that every open response draws before the step looks whether it has its groups"
     )
     open_prompts: Count | None = key(
         None,
-        "prompts with an open group, waiting ones among them; null: 1.25 × `trainer.prompts_per_step`, rounded up. A group "
-        "waits, in the mean, `open_prompts / prompts_per_step - 1` weight syncs",
+        "prompts with an open group, waiting ones among them; null: 1.25 × `trainer.prompts_per_step`, rounded up",
     )
     max_staleness: Annotated[int, Field(ge=1, le=200)] = key(
         4,
-        "weight syncs between a response's first token and its training, at most: the pause waits for groups that are due",
+        "weight syncs between a response's first token and its training, at most",
     )
 
     def opened(self, prompts_per_step: int) -> int:
@@ -67,8 +65,8 @@ class RolloutConfig(Section):
     )
     partial: PartialConfig | None = key(
         None,
-        "long responses go on in later steps ([long tails](long-tails.md)): the section below; null: each is drawn to its "
-        "end in its step. `algorithm.correction.weight` is then `token` where the recipe does not set it",
+        "long responses go on in later steps: the section below. `algorithm.correction.weight` is then `token` by "
+        "default",
     )
     sync: Literal["sliced", "whole"] = key(
         "sliced",
