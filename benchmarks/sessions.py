@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import random
 import resource
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -58,7 +60,7 @@ class Stub:
 
     def __init__(self, seconds: float, reply: int) -> None:
         self.version, self._seconds, self._reply = 1, seconds, reply
-        self._queue: dict[tuple[str, int], tuple[Request, float]] = {}
+        self._queue = deque[tuple[Request, float]]()
         self.spent: list[float] = []  # seconds from each request's arrival to its answer
         self.most = 0
 
@@ -68,16 +70,15 @@ class Stub:
 
     def submit(self, requests: Sequence[Request]) -> None:
         now = time.perf_counter()
-        self._queue.update({request.name: (request, now) for request in requests})
+        self._queue += [(request, now) for request in requests]
         self.most = max(self.most, len(self._queue))
 
     def step(self) -> list[Completion | Failure]:
         time.sleep(PASS)
         now = time.perf_counter()
-        due = [(request, since) for request, since in self._queue.values() if now - since >= self._seconds]
         ended: list[Completion | Failure] = []
-        for request, since in due:
-            del self._queue[request.name]
+        while self._queue and now - self._queue[0][1] >= self._seconds:
+            request, since = self._queue.popleft()
             ids = [LETTER] * (self._reply - 1) + [EOS]
             ended.append(Completion(request, ids, [-1.0] * len(ids), "stop", 1, np.zeros(0, dtype=np.float32)))
             self.spent.append(time.perf_counter() - since)
@@ -171,6 +172,8 @@ def hold(args: argparse.Namespace) -> dict[str, float]:
     conversations, engine = Conversations(config, EngineGroup(), tokenizer), Stub(args.seconds, args.reply)
     grid: Any = SimpleNamespace(engine=EngineGroup(), all_gather_bytes=lambda data: [data])
     make = conversations.episodes(Sampling(1.0, 1.0, 10**6), 1, 1)
+    gc.collect()
+    gc.freeze()  # as every rank does once it has imported all
     process = psutil.Process()
     before, began, cpu = process.memory_info().rss, time.perf_counter(), process.cpu_times()
     served: Any = engine

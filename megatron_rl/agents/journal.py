@@ -205,6 +205,8 @@ class ConversationJournal:
 
     def turn(self, request: Request) -> Completion | None:
         """The engine's answer to this request, where it was recorded."""
+        if not self._found.turns:
+            return None
         key = _key_of_turn(request)
         line = self._found.turns.get(key)
         if line is None:
@@ -216,8 +218,7 @@ class ConversationJournal:
         return Completion(request, ids, logprobs, reason, version, nothing)
 
     def keep_turn(self, completion: Completion) -> None:
-        key = _key_of_turn(completion.request)
-        if self._journal is None or key in self._written:
+        if self._journal is None or (key := _key_of_turn(completion.request)) in self._written:
             return
         self._written.add(key)
         logprobs = None if completion.logprobs is None else _packed(completion.logprobs, "<f8")

@@ -16,6 +16,7 @@ from megatron_rl.agents.agent_rewards import Rewards
 from megatron_rl.agents.endpoint import HttpServer, make_app
 from megatron_rl.agents.failures import AgentsFailed, FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.journal import ConversationJournal, StepJournal
+from megatron_rl.agents.policy_client import PolicyClient
 from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, make_agent
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.session import Opening, Patience, Session
@@ -210,7 +211,7 @@ class AgentLeader:
 
     def _model_of(self, session: Session) -> AsyncOpenAI:
         """A client bound to the session, without a way through the network."""
-        return AsyncOpenAI(
+        return PolicyClient(
             base_url=f"http://engine/sessions/{session.name}/v1",
             api_key=session.api_key,
             http_client=self._client,
