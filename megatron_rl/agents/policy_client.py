@@ -31,7 +31,11 @@ class _Chat(AsyncChat):
 
 class _Completions(AsyncCompletions):
     async def create(  # type: ignore[override]
-        self, *, messages: Iterable[ChatCompletionMessageParam], extra_body: Mapping[str, object] | None = None, **more: Any
+        self,
+        *,
+        messages: Iterable[ChatCompletionMessageParam],
+        extra_body: Mapping[str, object] | None = None,
+        **more: Any,
     ) -> Any:
         messages = list(messages)
         if _is_json(messages):
