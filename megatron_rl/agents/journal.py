@@ -217,13 +217,15 @@ class ConversationJournal:
         ids, reason, version = _unpacked(line["ids"], "<i4"), line["finish_reason"], line["version"]
         return Completion(request, ids, logprobs, reason, version, nothing)
 
-    def keep_turn(self, completion: Completion) -> None:
+    def keep_turn(self, completion: Completion) -> bool:
+        """Whether the turn was not recorded yet, and is now."""
         if self._journal is None or (key := _key_of_turn(completion.request)) in self._written:
-            return
+            return False
         self._written.add(key)
         logprobs = None if completion.logprobs is None else _packed(completion.logprobs, "<f8")
         line = {"of": self._key, "turn": key, "ids": _packed(completion.ids, "<i4"), "logprobs": logprobs}
         self._journal.write({**line, "finish_reason": completion.finish_reason, "version": completion.version})
+        return True
 
     async def reply(self, asked: object, call: Callable[[], Awaitable[T]], again: bool) -> T:
         """Returns a reply, recorded or made now, see `AgentTask.recorded`."""

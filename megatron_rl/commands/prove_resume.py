@@ -1,10 +1,11 @@
 """`megatron-rl prove-resume RECIPE`: whether a killed run, continued, is the run that was never killed, bit for bit.
 
 For every preset: one run without interruption, and one whose processes are all killed with SIGKILL at points drawn at
-random, as many in each of generation, reward, training, sync and save, and that is started again after each. Then metrics
-(all but times and memory), samples, every tensor of the last checkpoint (weights and optimizer), the estimator's state and
-the export are compared. In every run Python's, NumPy's and torch's generators get another random state at every phase, so
-that a state which a checkpoint would have to carry shows. The recipe's warm-up, if it has one, is run once for all presets.
+random, as many in each of generation, reward, training, sync and save, and with agents after a turn of a conversation, and
+that is started again after each. Then metrics (all but times and memory), samples, every tensor of the last checkpoint
+(weights and optimizer), the estimator's state and the export are compared. In every run Python's, NumPy's and torch's
+generators get another random state at every phase, so that a state which a checkpoint would have to carry shows. The
+recipe's warm-up, if it has one, is run once for all presets.
 
 Without a GPU, ranks are forked from two processes that have imported everything and done nothing, in turn, so that a start
 takes a few seconds; the two have other hash seeds, as any two processes. With one, or with --fresh, each is a new process.
@@ -19,6 +20,7 @@ from pathlib import Path
 from megatron_rl.base.messages import ConfigError
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import list_presets
+from megatron_rl.resume_proof.kills import POINTS
 from megatron_rl.runtime import exit_codes
 
 
@@ -37,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="Python files or modules, in place of the recipe's algorithm.plugins",
     )
     parser.add_argument("--kills", metavar="N", type=int, default=10, help="kills for every preset (default 10)")
+    parser.add_argument(
+        "--parts",
+        metavar="A,B",
+        default="",
+        help=f"parts of a step in which kills come: {', '.join(POINTS)}; default: all that the run has",
+    )
     parser.add_argument("--steps", metavar="N", type=int, default=4, help="RL steps of a run (default 4)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the points")
     parser.add_argument(
@@ -58,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     names = list_presets() if args.presets == "all" else tuple(filter(None, args.presets.split(",")))
     if unknown := sorted(set(names) - set(list_presets())):
         raise ConfigError(f"--presets {unknown[0]}: there is no such preset; choose from {', '.join(list_presets())}")
+    parts = tuple(filter(None, args.parts.split(",")))
+    if unknown := sorted(set(parts) - set(POINTS)):
+        raise ConfigError(f"--parts {unknown[0]}: a step has no such part; choose from {', '.join(POINTS)}")
     overrides = list(args.overrides)
     if args.plugins is not None:
         overrides.append(f"algorithm.plugins={json.dumps(args.plugins)}")
@@ -76,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             steps=args.steps,
             seed=args.seed,
             starts=forges or [start_anew],
+            parts=parts,
         )
     finally:
         for each in forges:

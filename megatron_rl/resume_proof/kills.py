@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.agents.journal import ConversationJournal
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.trainer.rank.main import main as run_rank
 
-# Phases of a step, and two of a writer: while it writes, and at the rename that makes a checkpoint current.
+# Phases of a step; a turn of a conversation, once the first engine has recorded it; and two of a writer: while it writes, and
+# at the rename that makes a checkpoint current.
 POINTS: Mapping[str, tuple[str, ...]] = {
     "generation": ("generate",),
+    "turn": ("turn",),
     "reward": ("reward",),
     "training": ("estimate", "old_log_prob", "update"),
     "sync": ("sync", "sync_check"),
@@ -94,6 +97,15 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
         snapshots.write_share = _after(lambda: passing("write"), snapshots.write_share)
     elif kill.point == "rename":
         saver._replace = _after(lambda: passing("rename"), saver._replace)
+    elif kill.point == "turn":
+        keep_turn = ConversationJournal.keep_turn
+
+        def kept(*arguments: Any) -> bool:
+            if is_new := keep_turn(*arguments):
+                passing("turn")
+            return is_new
+
+        ConversationJournal.keep_turn = kept  # type: ignore[method-assign, assignment]
     else:
         enter = HEARTBEAT.enter
 

@@ -29,6 +29,7 @@ from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import Completion, Failure, Request
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime.attempts import ATTEMPT
 from megatron_rl.runtime.distributed import EngineGroup
 from megatron_rl.tasks.loading import load_task
 from megatron_rl.weights.create import write_tokenizer
@@ -337,26 +338,44 @@ def turned(numbers: bool = False, more: int = 0, of: str = "") -> Any:
     return run
 
 
-def moody(turns_each: int = 3, recorded: bool = True, word: str = "and") -> Any:
-    """Asks a shop between two turns, which says something else the second time that it is asked the same."""
+def moody(
+    turns_each: int = 3, recorded: bool = True, word: str = "and", parts: bool = False, remembers: bool = False
+) -> Any:
+    """Asks a shop between two turns, which says something else the second time that it is asked the same.
+
+    Args:
+        parts: two answers more to the last, and another conversation, about these.
+        remembers: the shop is a file in the run folder.
+    """
 
     async def run(model: Any, task: Any) -> dict[str, Any]:
         messages, heard = list(task["prompt"]), list[float]()
 
+        async def turn(messages: list[Any]) -> Any:
+            reply = await model.chat.completions.create(model="policy", messages=messages)
+            return reply.choices[0].message.to_dict()
+
         async def ask() -> list[object]:
             key = task["seed"], len(messages)
-            SHOP.append(key)
-            return [len(messages) % 7, "once" if SHOP.count(key) == 1 else f"{SHOP.count(key)} times"]
+            asked = SHOP
+            if remembers:
+                with (shop := Path(os.environ[ATTEMPT]).parents[1] / "shop.txt").open("a") as file:
+                    file.write(f"{key}\n")
+                asked, key = shop.read_text().splitlines(), str(key)  # type: ignore[assignment]
+            else:
+                SHOP.append(key)
+            return [len(messages) % 7, "once" if asked.count(key) == 1 else f"{asked.count(key)} times"]
 
         for _ in range(turns_each):
-            reply = await model.chat.completions.create(model="policy", messages=messages)
+            answer = await turn(messages)
             said = await (task.recorded(messages, ask) if recorded else ask())
-            messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": f"{said[0]} {word} {said[1]}"}]
+            messages += [answer, {"role": "user", "content": f"{said[0]} {word} {said[1]}"}]
             heard.append(said[0] / 7)
-        return {
-            "reward": float(len(messages)),
-            "once": sum("once" in str(message) for message in messages),
-            "heard": heard,
-        }
+        if parts:
+            answers = [await turn(messages), await turn(messages)]
+            about = " or ".join("".join(filter(str.islower, str(answer["content"]))) for answer in answers)
+            messages.append(await turn([{"role": "user", "content": f"which? {about}"}]))
+        rewards = {"reward": float(len(messages)), "once": sum("once" in str(message) for message in messages)}
+        return rewards if parts else {**rewards, "heard": heard}
 
     return run

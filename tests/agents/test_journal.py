@@ -40,7 +40,7 @@ class Step:
         self.engine = talking.Arithmetic()
         with talking.hosted(config, self._words) as conversations:
             rollouts: Rollouts = talking.conversed(
-                conversations, prompts, engine=self.engine, tokens=120, journal=(self.folder / name, weights)
+                conversations, prompts, engine=self.engine, tokens=400, journal=(self.folder / name, weights)
             )
             self.resumed = conversations.take_resumed()
         return talking.bits(rollouts)
@@ -66,23 +66,32 @@ def step(tmp_path: Path, words: Any) -> Step:
     return Step(tmp_path, words)
 
 
-def test_thirty_kills_leave_no_trace(step: Step) -> None:
-    """A journal is only added to, so a kill leaves some beginning of it, which may end within a line."""
-    whole = step("whole")
-    asked, written = list(talking.SHOP), step.file("whole").read_bytes()
-    assert len(step.engine.submitted) == len(asked) == len(set(asked)) == 18
+@pytest.mark.parametrize("parts", [False, True])
+def test_thirty_kills_leave_no_trace(step: Step, parts: bool) -> None:
+    """A journal is only added to, so a kill leaves some beginning of it, which may end within a line. `parts`: rollouts of
+    three sequences."""
+    keys: dict[str, Any] = {
+        "params": {"parts": parts},
+        "max_turns": 6,
+        "turn_tokens": 40,
+        "sequences": 3 if parts else 1,
+    }
+    whole = step("whole", **keys)
+    asked, written, turns = list(talking.SHOP), step.file("whole").read_bytes(), 36 if parts else 18
+    assert len(asked) == len(set(asked)) == 18
+    assert len(step.engine.submitted) == turns
     rng = random.Random(1)
-    for number, size in enumerate([*rng.sample(range(len(written)), 28), 0, len(written)]):
+    for number, size in enumerate([*rng.sample(range(len(written)), 13 if parts else 28), 0, len(written)]):
         # Those asked behind the cut were not yet asked when the process was killed.
         talking.SHOP[:] = asked[: step.cut("whole", f"{number}", size)]
         drawn, ended = step.count(f"{number}", "turn"), step.count(f"{number}", "rollout")
-        assert step(f"{number}") == whole, size
-        assert len(step.engine.submitted) == 18 - drawn
+        assert step(f"{number}", **keys) == whole, size
+        assert len(step.engine.submitted) == turns - drawn
         assert sorted(talking.SHOP) == sorted(asked), "nothing is asked twice, and nothing is left out"
         assert (step.resumed.whole, step.resumed.otherwise, step.resumed.dropped[1:]) == (ended, 0, [])
         if number % 6 == 0:
             again = step.file(f"{number}").read_bytes()
-            assert step(f"{number}") == whole
+            assert step(f"{number}", **keys) == whole
             assert step.engine.submitted == [], "what was resumed is in the journal, too"
             assert step.file(f"{number}").read_bytes().strip() == again.strip()
 

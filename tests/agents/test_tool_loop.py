@@ -67,10 +67,15 @@ def words(recipe: Config, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def conversed(
-    config: Config, words: Any, prompts: Sequence[Sample], say: Callable[[str], str], tokens: int = 96
+    config: Config,
+    words: Any,
+    prompts: Sequence[Sample],
+    say: Callable[[str], str],
+    tokens: int = 96,
+    journal: tuple[Path, str] | None = None,
 ) -> Rollouts:
     with talking.hosted(config, words) as conversations:
-        rollouts = talking.conversed(conversations, prompts, 1, Scripted(words, say), tokens)
+        rollouts = talking.conversed(conversations, prompts, 1, Scripted(words, say), tokens, journal)
         assert not conversations.take_lost()
         return rollouts
 
@@ -218,9 +223,30 @@ class Studio(Workshop):
         return "drawn"
 
 
+class Till(Workshop):
+    """Counts its calls, and replies otherwise each day."""
+
+    day = 0
+
+    def reset(self, task: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
+        Till.day, self._calls = Till.day + 1, 0
+        return super().reset(task)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        self._calls += 1
+        if name == "raise" and Till.day > 1:
+            raise lost
+        return f"{self._calls} on day {Till.day}"
+
+    def reward(self, task: Mapping[str, object], messages: Sequence[Mapping[str, object]]) -> float:
+        return float(self._calls)
+
+
 @pytest.fixture
 def workshop(recipe: Config, words: Any) -> Callable[..., Any]:
-    def replies(environment: str, *calls: str, **params: Any) -> tuple[list[str], Any]:
+    def replies(
+        environment: str, *calls: str, journal: tuple[Path, str] | None = None, **params: Any
+    ) -> tuple[list[str], Any]:
         """The replies that the model sees to calls of these tools, one after the other; and the rollout."""
         task = replace(recipe.tasks.train["house"], size=1, demonstrations=None, demonstration_params={})
         assert task.agent is not None
@@ -232,7 +258,7 @@ def workshop(recipe: Config, words: Any) -> Callable[..., Any]:
             turn = so_far.count("<eos>")
             return hermes_call({"name": calls[turn], "parameters": {}}) if turn < len(calls) else "done"
 
-        rollout = conversed(config, words, load_task("house", task, words), say, tokens=400).held[0]
+        rollout = conversed(config, words, load_task("house", task, words), say, 400, journal).held[0]
         return [str(m["content"]) for m in rollout.messages if m["role"] == "tool"], rollout
 
     return replies
@@ -255,6 +281,25 @@ def test_a_tool_that_hangs_costs_its_conversation_the_limit_and_no_other(
     assert replies == ["call" if environment == "Workshop" else "drawn"]
     assert rollout.failed_by == "model"
     assert rollout.agent_rewards == {"*": -2.0}
+
+
+def test_after_a_kill_an_environment_comes_to_where_it_was_and_the_model_sees_what_it_said_then(
+    workshop: Callable[..., Any], tmp_path: Path
+) -> None:
+    Till.day, calls = 0, ("say", "raise", "say")
+    (tmp_path / "whole").mkdir()
+    seen, whole = workshop("Till", *calls, journal=(tmp_path / "whole", "w"))
+    assert (seen, whole.agent_rewards) == ([f"{n} on day 1" for n in (1, 2, 3)], {"reward": 3.0})
+    lines = (tmp_path / "whole" / "engine_0").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 3 + 1 + 1  # its origin, turns and replies, the last turn, the rollout
+    for count in range(1, len(lines)):
+        Till.day, folder = 0 if count < 3 else 1, tmp_path / f"{count}"  # no reply of an earlier day is there to see
+        folder.mkdir()
+        (folder / "engine_0").write_bytes(b"".join(lines[:count]))
+        again, rollout = workshop("Till", *calls, journal=(folder, "w"))
+        known = (count - 1) // 2
+        assert again[:known] == seen[:known]
+        assert rollout.agent_rewards == whole.agent_rewards, "the calls were made again"
 
 
 def test_a_tool_s_words_about_its_time_are_not_taken_for_the_deadline(workshop: Callable[..., Any]) -> None:
