@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     names = list_presets() if args.presets == "all" else tuple(filter(None, args.presets.split(",")))
     if unknown := sorted(set(names) - set(list_presets())):
         raise ConfigError(f"--presets {unknown[0]}: there is no such preset; choose from {', '.join(list_presets())}")
-    parts = tuple(filter(None, args.parts.split(",")))
-    if unknown := sorted(set(parts) - set(POINTS)):
+    step_parts = tuple(filter(None, args.parts.split(",")))
+    if unknown := sorted(set(step_parts) - set(POINTS)):
         raise ConfigError(f"--parts {unknown[0]}: a step has no such part; choose from {', '.join(POINTS)}")
     overrides = list(args.overrides)
     if args.plugins is not None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             steps=args.steps,
             seed=args.seed,
             starts=forges or [start_anew],
-            parts=parts,
+            step_parts=step_parts,
         )
     finally:
         for each in forges:

@@ -52,7 +52,7 @@ def draw(
     steps: int,
     seconds: Mapping[str, float],
     turns: int = 0,
-    parts: Sequence[str] = (),
+    step_parts: Sequence[str] = (),
 ) -> list[Kill]:
     """Kills in every part of a step equally often, in random order, at a random moment of a longer phase, from the first step
     to the last but one: where one lets the run get a step further, the next still finds it running.
@@ -60,17 +60,17 @@ def draw(
     Args:
         seconds: how long each point takes.
         turns: of conversations, that an engine has in a step; a kill comes after any of them.
-        parts: of POINTS; none: all that the run has.
+        step_parts: of POINTS; none: all that the run has.
     """
-    parts = list(parts) or [part for part in POINTS if turns or part != "turn"]
-    drawn_parts = [part for _ in range(kills) for part in parts][:kills]
+    step_parts = list(step_parts) or [part for part in POINTS if turns or part != "turn"]
+    drawn_parts = [part for _ in range(kills) for part in step_parts][:kills]
     random_.shuffle(drawn_parts)
     drawn = []
-    for i, part in enumerate(drawn_parts):
-        point, step = random_.choice(POINTS[part]), i * steps // kills
+    for i, name in enumerate(drawn_parts):
+        point, step = random_.choice(POINTS[name]), i * steps // kills
         taken = seconds.get(point, 0.0)
         delay = round(random_.uniform(0, 0.9) * taken, 4) if taken > _SHORT else 0.0
-        drawn.append(Kill(point, random_.randint(1, turns) if part == "turn" else 1, delay, step))
+        drawn.append(Kill(point, random_.randint(1, turns) if name == "turn" else 1, delay, step))
     return drawn
 
 
@@ -80,8 +80,8 @@ def turns_of(run_dir: Path) -> int:
     assert config.launch.processes is not None
     engines = config.launch.processes // config.rollout.tensor_parallel
     means = [row["conversation/turns"] for row in untimed_rows(run_dir) if "conversation/turns" in row]
-    held = config.trainer.prompts_per_step * config.rollout.group_size / engines
-    return max(1, math.floor(held * min(means))) if means else 0
+    conversations = config.trainer.prompts_per_step * config.rollout.group_size / engines
+    return max(1, math.floor(conversations * min(means))) if means else 0
 
 
 def durations(run_dir: Path) -> dict[str, float]:
@@ -220,7 +220,7 @@ def prove_all(
     steps: int,
     seed: int,
     starts: Sequence[Start],
-    parts: Sequence[str] = (),
+    step_parts: Sequence[str] = (),
 ) -> list[Proof]:
     """A proof for each preset (`""`: the recipe's own method), from one warm-up; prints each, and writes `table.md`.
 
@@ -230,7 +230,7 @@ def prove_all(
         steps: RL steps of a run.
         seed: of the points.
         starts: how to start ranks, in turn.
-        parts: of a step in which kills come; none: all that the run has.
+        step_parts: of a step in which kills come; none: all that the run has.
     """
     shared = [f"trainer.steps={steps}", "checkpoint.every=1", "checkpoint.keep=2", *overrides]
     if load_recipe(recipe, shared).sft.steps:
@@ -240,7 +240,7 @@ def prove_all(
     for name in presets:
         own, folder = [*shared, *([f"algorithm.preset={name}"] if name else [])], out / (name or "recipe")
         straight = _run(starts[0], recipe, own, folder / "straight")
-        drawn = draw(random_, kills, steps, durations(straight), turns_of(straight), parts)
+        drawn = draw(random_, kills, steps, durations(straight), turns_of(straight), step_parts)
         proof = prove(recipe, own, folder, drawn, straight, *reversed(starts))
         proof.preset = name or "(the recipe's)"
         proofs.append(proof)
