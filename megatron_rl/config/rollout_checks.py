@@ -8,16 +8,22 @@ from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.models.fp8_weights import module_of, quantised_modules
+from megatron_rl.models.gated_delta import GatedDelta
 
 MOST_VERSIONS = 253  # after the first, of the weights that draw a rollout: see `rollout.exchange`
 
 
 def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:
-    """Yields a sentence where engines would cross nodes.
+    """Yields a sentence where engines would cross nodes, or where drafts would disturb what a replay goes by.
 
     `local_world_size`: processes on each node, where a launcher says so.
     """
     yield from _check_partial(config)
+    if config.rollout.speculation is not None and config.actor.moe.routing_replay == "rollout":
+        yield (
+            "`rollout.speculation` drafts tokens, and the experts of those that are not drawn would be among those that "
+            "`actor.moe.routing_replay` replays; set rollout.speculation=null"
+        )
     engine = config.rollout.tensor_parallel
     if local_world_size is not None and local_world_size % engine:
         yield (
@@ -73,6 +79,11 @@ def check_rollout_model(rollout: RolloutConfig, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `rollout` that the model's shape rules out."""
     if rollout.expert_parallel:
         yield from _check_experts(rollout, model.expert_count)
+    if rollout.speculation is not None and isinstance(model.attention, GatedDelta):
+        yield (
+            f"`rollout.speculation`: the states of family `{model.family.name}`'s gated-delta layers cannot go back to "
+            "before a draft that is not drawn; set it to null"
+        )
     if rollout.fp8 != "none" and model.family.stacking is not None:
         yield f"`rollout.fp8` is not for stacked experts, which family `{model.family.name}` has; set it to none"
     elif rollout.fp8 != "none":

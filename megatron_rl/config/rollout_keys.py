@@ -20,7 +20,7 @@ class PartialConfig(Section):
     )
     open_prompts: Count | None = key(
         None,
-        "prompts with an open group, waiting ones among them; null: 1.25 × `trainer.prompts_per_step`, rounded up",
+        "prompts with an open group, waiting ones among them; null: 2 × `trainer.prompts_per_step`",
     )
     max_staleness: Annotated[int, Field(ge=1, le=200)] = key(
         4,
@@ -29,7 +29,20 @@ class PartialConfig(Section):
 
     def opened(self, prompts_per_step: int) -> int:
         """`open_prompts`, or what stands for null."""
-        return self.open_prompts or -(-5 * prompts_per_step // 4)
+        return self.open_prompts or 2 * prompts_per_step
+
+
+@dataclass
+class SpeculationConfig(Section):
+    """Drafts: guesses of the next tokens by earlier responses to the same prompt, that one pass of the engine's model
+    verifies. What is drawn is the same without them."""
+
+    tokens: Annotated[int, Field(ge=1, le=32)] = key(4, "of a draft, at most")
+    below: Count = key(
+        64,
+        "sequences that an engine decodes together, above which nothing is drafted: a pass that has enough to do takes "
+        "longer with drafts in it",
+    )
 
 
 @dataclass
@@ -81,4 +94,7 @@ class RolloutConfig(Section):
         None,
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
         "0.05, with experts 0.1; with `fp8` or `actor.fp8` 0.2",
+    )
+    speculation: SpeculationConfig | None = key(
+        None, "drafts: the section below; null: every pass of the engine draws one token of a sequence"
     )

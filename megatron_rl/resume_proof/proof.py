@@ -24,7 +24,15 @@ from megatron_rl.runtime.heartbeat import heartbeats
 from megatron_rl.runtime.postmortem import heartbeat_folder
 
 _SHORT = 0.05  # seconds of a phase that a timer would miss: killed as it begins
-_CLOCK = ("timing_s/", "perf/", "memory/", "checkpoint/", "reward_overlap/", "conversation/prefix_hit_share")
+_CLOCK = (
+    "timing_s/",
+    "perf/",
+    "memory/",
+    "checkpoint/",
+    "reward_overlap/",
+    "conversation/prefix_hit_share",
+    "rollouts/draft",
+)
 _KILLED = 128 + signal.SIGKILL
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data.images import PromptImages
+from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine import Completion, EngineError, Failure, Request, score_by_queue
 from megatron_rl.runtime import fetch, http
 from megatron_rl.runtime.calls import event_loop
@@ -100,6 +101,7 @@ class EndpointEngine:
     def __init__(self, server: Server, config: EndpointConfig) -> None:
         self.version, self.room = 0, config.max_in_flight
         self.experts: np.dtype | None = None
+        self.drafts: Drafts | None = None
         self.max_scored = sys.maxsize if server.room is None else server.room - 1  # scoring draws a token
         self._name = server.name
         self._endpoint = http.Endpoint(server.urls, config, is_reply=lambda reply: bool(reply.get("choices")))

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.data.images import PromptImages
+from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.sampling import Sampling
 
 
@@ -67,6 +68,7 @@ class Engine(Protocol):
     experts: (
         np.dtype | None
     )  # of a token's entry in `Completion.experts`, [layers, experts per token]; None: there are none
+    drafts: Drafts | None  # guesses of next tokens, which count what came of them; None: there are none
 
     @property
     def pending(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.actor import LoRAConfig
+from megatron_rl.config.rollout_keys import SpeculationConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.images import ImageReader, PromptImages
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
@@ -27,6 +28,7 @@ from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine import Completion, EngineError, Request, score_by_queue
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
@@ -99,6 +101,10 @@ class VllmEngine:
             self.llm = LLM(**options)
         gc.enable()
         seam.quiet_reload_messages()
+        self.drafts: Drafts | None = None
+        if (speculation := self.config.speculation) is not None:
+            self.drafts = Drafts(speculation.tokens, speculation.below)
+            self.llm.collective_rpc(lambda worker: worker.model_runner.drafter.use(worker.model_runner, self.drafts))
 
     # -------------------------------------------------------------------------------------------------------- queue
     @property
@@ -116,7 +122,12 @@ class VllmEngine:
             use_tqdm=False,
         )
         # vLLM adds to a name what makes it unique; its outputs have the name without.
-        self._queue |= {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
+        added = {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
+        self._queue |= added
+        if self.drafts is not None:
+            for name, request in added.items():
+                if not request.scores_tokens:
+                    self.drafts.begin(name, request.name, request.tokens)
 
     def step(self) -> list[Completion]:
         """One forward pass of the engine, by all of its ranks together; returns what ended with it."""
@@ -124,6 +135,8 @@ class VllmEngine:
         for output in self.llm.llm_engine.step() if self._queue else ():
             if output.finished:
                 request = self._queue.pop(output.request_id)
+                if self.drafts is not None and not request.scores_tokens:
+                    self.drafts.end(output.request_id, len(output.outputs[0].token_ids))
                 ended.append(_completion(request, output, self.version, self.experts))
         return ended
 
@@ -158,6 +171,8 @@ class VllmEngine:
 
     def _has_taken(self, version: int) -> None:
         """Drops what old weights left, after new ones: cached prefixes, and what a vision tower saw, are old ones'."""
+        if self.drafts is not None:
+            self.drafts.end_step()
         if self._sees:
             self.llm.llm_engine.reset_encoder_cache()
         if not (self.llm.reset_prefix_cache() if self._keeps_prefixes else not self._queue):
@@ -227,6 +242,8 @@ def llm_options(
         "seed": config.seed,
     }
     options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout, model)
+    if rollout.speculation is not None:
+        options |= {"speculative_config": speculation_options(rollout.speculation), "async_scheduling": False}
     if conversing and options["enable_prefix_caching"] and not device.has_gpu():
         options |= {} if isinstance(model.attention, MultiLatent) else {"block_size": _CONVERSATION_BLOCK}
     if config.model.rope_scaling is not None:
@@ -260,6 +277,12 @@ def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
         "enable_flashinfer_autotune": False,  # at each start; no operator that it tunes is used here
         **options,
     }
+
+
+def speculation_options(config: SpeculationConfig) -> dict[str, object]:
+    """vLLM's options for drafts of `Drafts`. A batch is prepared after the last one, whose tokens the drafts follow."""
+    proposer = "megatron_rl.seams.vllm_drafts.Proposer"
+    return {"method": "custom_class", "model": proposer, "num_speculative_tokens": config.tokens}
 
 
 def images_options(most: int) -> dict[str, object]:

@@ -143,16 +143,32 @@ class DecodeScheduler(Scheduler):
         )
 
 
+class _Numbers:
+    """Random numbers of a request's generator, drawn many at a time, and given back in part."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self.used = 0
+
+    def next(self, generator: torch.Generator) -> int:
+        if self.used == len(self.values):
+            fresh = torch.randint(0, 2**31, (_AHEAD,), generator=generator).tolist()
+            self.values, self.used = self.values[-_AHEAD:] + fresh, len(self.values[-_AHEAD:])
+        self.used += 1
+        return self.values[self.used - 1]
+
+
+_numbers: WeakKeyDictionary[torch.Generator, _Numbers] = WeakKeyDictionary()
+
+
 def draw_ahead(sampler: TopKTopPSampler) -> None:
     """From here on a sampler of a CPU draws a request's random numbers many at a time. They are the same numbers."""
     check_parameters(TopKTopPSampler.forward_cpu, FORWARD_CPU)
-    ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
     def next_seed(generator: torch.Generator) -> int:
-        if not (numbers := ahead.get(generator)):
-            numbers = torch.randint(0, 2**31, (_AHEAD,), generator=generator).tolist()[::-1]
-            ahead[generator] = numbers
-        return numbers.pop()
+        if (numbers := _numbers.get(generator)) is None:
+            numbers = _numbers[generator] = _Numbers()
+        return numbers.next(generator)
 
     def forward(
         logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -167,3 +183,14 @@ def draw_ahead(sampler: TopKTopPSampler) -> None:
         return drawn, logits.log_softmax(dim=-1, dtype=torch.float32)
 
     sampler.forward = forward
+
+
+def give_back(generator: torch.Generator, drawn: int, used: int) -> None:
+    """Takes back what a sampler drew last from a request's generator, but for the first numbers: the rest come again.
+
+    A CUDA generator counts in steps of four per draw, as vLLM itself rewinds it; a draw of one row takes one.
+    """
+    if generator.device.type != "cpu":
+        generator.set_offset(generator.get_offset() - 4 * (drawn - used))
+    elif (numbers := _numbers.get(generator)) is not None:
+        numbers.used -= drawn - used

@@ -64,6 +64,7 @@ class Sampler:
         self._engine: Engine | None = None  # until `use`
         self._conversations: Conversations | None = None  # until a prompt has an agent
         self._read = Counter[str]()  # see `Conversations.take_read`; of all engines, in the current step
+        self._drafts = Counter[str]()  # see `Drafts.take_counts`; of all engines, in the current step
         self.journal: Path | None = None  # where training's conversations are recorded, to go on with after a kill
         self.weights = ""  # tells the bits of the engine's weights from others, where there is a journal
 
@@ -247,6 +248,10 @@ class Sampler:
         lengths = self._lengths
         by = self.engine, self._dispatcher, samples, count, make_episode, on_finished, on_failed, already_drawn, lengths
         rollouts = generate(*by, poll=poll, begun=begun)
+        if (drafts := self.engine.drafts) is not None:
+            engine = self.grid.engine
+            for rank, counts in enumerate(self.grid.all_gather(drafts.take_counts())):
+                self._drafts += counts if rank % engine.size == 0 else Counter()
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         return rollouts
@@ -320,6 +325,10 @@ class Sampler:
     def take_counters(self) -> dict[str, float]:
         """Metrics of sampling and scoring since the last call."""
         counters, self._counters, self._scored = self._counters, {}, ScoringStats()
+        drafts, self._drafts = self._drafts, Counter()
+        if drafts["drafted"]:
+            counters["rollouts/draft_acceptance"] = drafts["accepted"] / drafts["drafted"]
+            counters["rollouts/drafted_share"] = drafts["accepted"] / drafts["drawn"]
         return counters
 
     def reward_table(self, rollouts: Rollouts, greedy: Rollouts | None = None) -> RewardTable:

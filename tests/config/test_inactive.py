@@ -46,6 +46,8 @@ ALWAYS = {
     "rollout: tensor_parallel expert_parallel fp8 group_size max_prompt_tokens max_tokens temperature too_long",
     "rollout: memory_fraction partial",
     "rollout: cpu_cache_gib max_concurrent async_scheduling sync sync_check_every sync_check_rollouts sync_tolerance",
+    "rollout: speculation",
+    "rollout.speculation: tokens below",
     "actor: tokens_per_microbatch logits_mib recompute overlap freeze_vision_tower offload offload_weights fp8 lora",
     *(
         f"{section}.optimizer: lr schedule warmup_steps betas eps weight_decay clip_grad distributed moments device"

@@ -1,6 +1,7 @@
-"""python decoding.py MODEL plain|short: what vLLM draws for requests that come, end, wait and are aborted at odd times; JSON.
+"""python decoding.py MODEL plain|short|drafts: what vLLM draws for requests that come, end, wait and are aborted; JSON.
 
-`short` is with what `megatron_rl.seams.vllm_decoding` replaces. Both also print how many steps took the short way.
+`short` is with what `megatron_rl.seams.vllm_decoding` replaces, `drafts` with those of `seams.vllm_drafts` too. All also
+print how many steps took the short way, and how many tokens were drafted and accepted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 def main(model: str, way: str) -> dict[str, Any]:
     from vllm import LLM
 
+    from megatron_rl.rollout.drafts import Drafts
     from megatron_rl.seams.vllm_decoding import DecodeScheduler, draw_ahead
 
+    drafts = {"method": "custom_class", "model": "megatron_rl.seams.vllm_drafts.Proposer", "num_speculative_tokens": 5}
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -29,10 +32,14 @@ def main(model: str, way: str) -> dict[str, Any]:
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
         kv_cache_memory_bytes=2**24,
-        **({"scheduler_cls": DecodeScheduler} if way == "short" else {}),
+        **({} if way == "plain" else {"scheduler_cls": DecodeScheduler}),
+        **({"speculative_config": drafts, "async_scheduling": False} if way == "drafts" else {}),
     )
-    if way == "short":
+    guesses = Drafts(tokens=5, below=12)
+    if way != "plain":
         llm.collective_rpc(lambda worker: draw_ahead(worker.model_runner.sampler.topk_topp_sampler))
+    if way == "drafts":
+        llm.collective_rpc(lambda worker: worker.model_runner.drafter.use(worker.model_runner, guesses))
     engine, counts = llm.llm_engine, {"steps": 0, "short": 0, "preempted": 0}
     scheduler = engine.engine_core.engine_core.scheduler
     put_back = scheduler._preempt_request
@@ -46,7 +53,7 @@ def main(model: str, way: str) -> dict[str, Any]:
     arrivals = {0: range(9), 7: range(9, 12), 40: range(12, 30)}  # the last are more than are decoded at a time
     while counts["steps"] < 41 or engine.has_unfinished_requests():
         for number in arrivals.get(counts["steps"], ()):
-            add(engine, number)
+            add(engine, number, guesses)
         if counts["steps"] == 12:
             engine.abort_request(["5"])
         for output in engine.step():
@@ -57,10 +64,10 @@ def main(model: str, way: str) -> dict[str, Any]:
             found[output.request_id] = (drawn.token_ids, numbers, drawn.finish_reason, drawn.stop_reason)
         counts["steps"] += 1
         counts["short"] += getattr(scheduler, "_short", None) is not None
-    return {"drawn": found, **counts}
+    return {"drawn": found, **counts, **guesses.take_counts()}
 
 
-def add(engine: Any, number: int) -> None:
+def add(engine: Any, number: int, guesses: Any) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -78,6 +85,7 @@ def add(engine: Any, number: int) -> None:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+    guesses.begin(str(number), ("group", number), prompt)
     engine.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
 
 

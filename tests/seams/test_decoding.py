@@ -1,4 +1,4 @@
-"""The short way through a decoding step draws what vLLM's own way draws."""
+"""The short way through a decoding step, and drafts, draw what vLLM's own way draws."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drawn(model: Path, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_the_short_way_draws_the_same(tmp_path: Path) -> None:
+def test_the_short_way_and_drafts_draw_the_same(tmp_path: Path) -> None:
     """Requests of odd lengths that come late, wait, are put back where the cache is full, and are aborted."""
     model = write(tmp_path / "model", "qwen3", head_dim=32)
     short, plain = drawn(model, "short"), drawn(model, "plain")
@@ -43,3 +43,8 @@ def test_the_short_way_draws_the_same(tmp_path: Path) -> None:
     assert len(plain["drawn"]) == 29, "one was aborted"
     assert {reason for _, _, reason, _ in plain["drawn"].values()} == {"stop", "length"}
     assert short["drawn"] == plain["drawn"]
+    drafts = drawn(model, "drafts")
+    assert drafts["drafted"] > drafts["accepted"] > 0
+    assert drafts["steps"] < plain["steps"]
+    for name, wanted in plain["drawn"].items():
+        assert drafts["drawn"][name] == wanted, name

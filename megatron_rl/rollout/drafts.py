@@ -1,0 +1,104 @@
+"""Guesses of a response's next tokens, by what its own text and the other rollouts of its prompt went on with before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+# Lengths of the last tokens that are looked up, the longest first: the longer they are, the likelier they go on alike.
+_CONTEXTS = (12, 6, 3)
+_REMEMBERED = 2**24  # tokens of earlier steps' rollouts
+
+
+class Drafts:
+    """Prompt-lookup decoding over a group and over steps.
+
+    The last tokens of a response are looked up in its prompt, in itself, in the group's other rollouts and in those of the
+    last step that had the prompt; the tokens after the latest place are the guess.
+    """
+
+    def __init__(self, tokens: int, below: int) -> None:
+        """
+        Args:
+            tokens: of a guess, at most.
+            below: nothing is guessed while more responses than these are drawn together.
+        """
+        self._tokens, self._below = tokens, below
+        self._groups: dict[str, _Group] = {}  # by sample id
+        self._requests: dict[str, tuple[_Group, list[int]]] = {}
+        self._earlier: dict[str, list[np.ndarray]] = {}  # int32 texts, by sample id; what was drawn last comes last
+        self._counts = Counter[str]()
+
+    def begin(self, request: str, name: tuple[str, int], tokens: Sequence[int]) -> None:
+        """A request is added. `name`: sample id and index of its rollout; `tokens`: those that it continues."""
+        sample_id, index = name
+        if sample_id not in self._groups:
+            self._groups[sample_id] = _Group(text.tolist() for text in self._earlier.get(sample_id, ()))
+        group = self._groups[sample_id]
+        # A later turn, or a later part of the response, has the earlier text in it.
+        group.texts[index] = list(tokens)
+        self._requests[request] = group, group.texts[index]
+
+    def guess(self, request: str, drawn: Sequence[int], together: int) -> list[int]:
+        """The tokens after those that the request has `drawn` last; none where nothing like them came before, or where nobody
+        has begun the request. `together`: requests that are drawn now."""
+        if request not in self._requests:
+            return []
+        group, text = self._requests[request]
+        text.extend(drawn)
+        if together > self._below:
+            return []
+        return group.continuation(text, self._tokens)
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Counts guessed tokens, and those of them that were drawn."""
+        self._counts.update(drafted=drafted, accepted=accepted)
+
+    def end(self, request: str, drawn: int) -> None:
+        """A request has ended, after so many tokens."""
+        del self._requests[request]
+        self._counts["drawn"] += drawn
+
+    def take_counts(self) -> Counter[str]:
+        """Tokens that were `drafted`, `accepted` and, in requests that have ended, `drawn` since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def end_step(self) -> None:
+        """New weights come: what was drawn until now is remembered as earlier rollouts of its prompts."""
+        for sample_id, group in self._groups.items():
+            self._earlier.pop(sample_id, None)
+            self._earlier[sample_id] = [np.array(text, dtype=np.int32) for text in group.texts.values()]
+        self._groups.clear()
+        self._requests.clear()
+        size = sum(text.size for texts in self._earlier.values() for text in texts)
+        while size > _REMEMBERED:
+            size -= sum(text.size for text in self._earlier.pop(next(iter(self._earlier))))
+
+
+class _Group:
+    """The texts of a group's rollouts, prompts included, and where their parts go on."""
+
+    def __init__(self, earlier: Iterable[list[int]]) -> None:
+        self.texts: dict[int, list[int]] = {}  # by index of the rollout
+        self._earlier = list(earlier)
+        self._indexed: dict[int, int] = {}  # id of a text -> tokens that the index knows
+        self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}  # last tokens -> text and place where they go on
+
+    def continuation(self, text: Sequence[int], most: int) -> list[int]:
+        self._index()
+        for context in _CONTEXTS:
+            if len(text) >= context and (place := self._after.get(tuple(text[-context:]))) is not None:
+                other, begin = place
+                return other[begin : begin + most]
+        return []
+
+    def _index(self) -> None:
+        for text in (*self._earlier, *self.texts.values()):
+            for end in range(self._indexed.get(id(text), 0), len(text)):
+                for context in _CONTEXTS:
+                    if end >= context:
+                        self._after[tuple(text[end - context : end])] = text, end
+            self._indexed[id(text)] = len(text)
