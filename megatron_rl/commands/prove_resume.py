@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_rl.base.messages import ConfigError
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import list_presets
-from megatron_rl.resume_proof.kills import POINTS
+from megatron_rl.resume_proof.points import POINTS
 from megatron_rl.runtime import exit_codes
 
 

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,6 @@ from megatron_rl.agents.journal import ConversationJournal
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.trainer.rank.main import main as run_rank
-
-# Phases of a step; a turn of a conversation, once the first engine has recorded it; and two of a writer: while it writes, and
-# at the rename that makes a checkpoint current.
-POINTS: Mapping[str, tuple[str, ...]] = {
-    "generation": ("generate",),
-    "turn": ("turn",),
-    "reward": ("reward",),
-    "training": ("estimate", "old_log_prob", "update"),
-    "sync": ("sync", "sync_check"),
-    "save": ("checkpoint", "write", "rename"),
-}
 
 
 @dataclass(frozen=True)

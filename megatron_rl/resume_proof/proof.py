@@ -17,7 +17,8 @@ from typing import Any
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.config import check, load_recipe, to_yaml
 from megatron_rl.config.machine import Machine, count_gpus
-from megatron_rl.resume_proof.kills import POINTS, Kill
+from megatron_rl.resume_proof.kills import Kill
+from megatron_rl.resume_proof.points import POINTS
 from megatron_rl.resume_proof.starts import Start, start_anew
 from megatron_rl.rollout.partial import WAITING
 from megatron_rl.runtime.heartbeat import heartbeats

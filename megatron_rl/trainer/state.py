@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.store import SavedState
 from megatron_rl.rollout.partial import Waiting
+
+if TYPE_CHECKING:  # an evaluation of a served model has no Megatron-Core
+    from megatron_rl.checkpoint.store import SavedState
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,15 +112,14 @@ def test_the_cache_is_never_overfull() -> None:
     assert sum(read) < 16 * 10 + found.set_back * 700
 
 
-def test_interrupted_responses_go_on_where_they_were() -> None:
+def test_responses_in_two_chunks_end_whole_and_what_is_in_the_cache_is_not_read_again() -> None:
     lengths, _ = LogNormal(200, 0.8, 1000).draw(np.random.default_rng(6), 12, 4)
-    first = generate(WIDE, 3, 10, np.zeros_like(lengths), lengths, range(12), stop_after=8)
-    whole = (first.left == 0).all(1)
-    assert whole.sum() >= 8
-    assert np.nanmax(first.ends) == first.seconds
-    assert ((first.left > 0) == np.isnan(first.ends)).all()
-    drawn = lengths - first.left
-    assert (drawn[first.left > 0] > 0).all()
-    second = generate(WIDE, 3, 10, drawn, first.left, range(12))
-    assert (second.left == 0).all()
-    assert second.seconds < run(WIDE, lengths, engines=3).seconds
+    chunk, reading = np.minimum(lengths, 150), replace(WIDE, prefill_seconds=lambda tokens: 1e-4 * tokens)
+    first = generate(reading, 3, 10, np.zeros_like(lengths), chunk, range(12))
+    again = generate(reading, 3, 10, chunk, lengths - chunk, range(12))
+    cached = generate(reading, 3, 10, chunk, lengths - chunk, range(12), read_before=np.ones(12, dtype=bool))
+    for part in (first, again, cached):
+        assert (part.left == 0).all()
+        assert not np.isnan(part.ends).any()
+    assert (again.ends[lengths == chunk] == 0).all()
+    assert cached.seconds < again.seconds < run(reading, lengths, engines=3).seconds

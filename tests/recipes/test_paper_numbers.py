@@ -126,6 +126,11 @@ GEOMETRY3K = shrinkage(512, 5, 4, 1024, 0.2, 0.7, 20, lr=1e-6, kl=0.01, steps=60
 PAPERS = {
     "awpo/qwen3-1.7b.yaml": AWPO,
     "awpo/qwen3-4b-2507.yaml": AWPO,
+    "awpo/qwen3-4b-2507-steps.yaml": {
+        **AWPO,
+        "trainer.eval_every": 43,
+        "checkpoint.every": 43,
+    },  # its epochs are longer
     "awpo/qwen3-8b.yaml": AWPO,
     "awpo/qwen3-32b.yaml": AWPO,  # its settings; the model is not the paper's
     "gdpo/tools-1.5b.yaml": GDPO_TOOLS,

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_rl.resume_proof.kills import POINTS
+from megatron_rl.resume_proof.points import POINTS
 from megatron_rl.resume_proof.proof import draw
 
 SECONDS = {"generate": 2.0, "update": 1.0, "sync": 0.01, "write": 0.5}
