@@ -218,7 +218,7 @@ class ConversationJournal:
         return Completion(request, ids, logprobs, reason, version, nothing)
 
     def keep_turn(self, completion: Completion) -> bool:
-        """Whether the turn was not recorded yet, and is now."""
+        """Records a turn, and returns whether it was not recorded yet."""
         if self._journal is None or (key := _key_of_turn(completion.request)) in self._written:
             return False
         self._written.add(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Drafts:
         """
         self._tokens, self._below = tokens, below
         self._groups: dict[str, _Group] = {}  # by sample id
-        self._requests: dict[str, tuple[_Group, list[int]]] = {}
+        self._requests: dict[str, tuple[_Group, _Text]] = {}
         self._earlier: dict[str, list[np.ndarray]] = {}  # int32 texts, by sample id; what was drawn last comes last
         self._counts = Counter[str]()
 
@@ -37,9 +38,7 @@ class Drafts:
         if sample_id not in self._groups:
             self._groups[sample_id] = _Group(text.tolist() for text in self._earlier.get(sample_id, ()))
         group = self._groups[sample_id]
-        # A later turn, or a later part of the response, has the earlier text in it.
-        group.texts[index] = list(tokens)
-        self._requests[request] = group, group.texts[index]
+        self._requests[request] = group, group.begin(index, list(tokens))
 
     def guess(self, request: str, drawn: Sequence[int], together: int) -> list[int]:
         """The tokens after those that the request has `drawn` last; none where nothing like them came before, or where nobody
@@ -47,10 +46,10 @@ class Drafts:
         if request not in self._requests:
             return []
         group, text = self._requests[request]
-        text.extend(drawn)
+        text.tokens.extend(drawn)
         if together > self._below:
             return []
-        return group.continuation(text, self._tokens)
+        return group.continuation(text.tokens, self._tokens)
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Counts guessed tokens, and those of them that were drawn."""
@@ -70,7 +69,7 @@ class Drafts:
         """New weights come: what was drawn until now is remembered as earlier rollouts of its prompts."""
         for sample_id, group in self._groups.items():
             self._earlier.pop(sample_id, None)
-            self._earlier[sample_id] = [np.array(text, dtype=np.int32) for text in group.texts.values()]
+            self._earlier[sample_id] = [np.array(text.tokens, dtype=np.int32) for text in group.texts.values()]
         self._groups.clear()
         self._requests.clear()
         size = sum(text.size for texts in self._earlier.values() for text in texts)
@@ -78,27 +77,43 @@ class Drafts:
             size -= sum(text.size for text in self._earlier.pop(next(iter(self._earlier))))
 
 
+@dataclass
+class _Text:
+    """A rollout's tokens, prompt included; `indexed`: so many of them are in the group's index."""
+
+    tokens: list[int]
+    indexed: int = 0
+
+
 class _Group:
-    """The texts of a group's rollouts, prompts included, and where their parts go on."""
+    """The texts of a group's rollouts, and where their parts go on."""
 
     def __init__(self, earlier: Iterable[list[int]]) -> None:
-        self.texts: dict[int, list[int]] = {}  # by index of the rollout
-        self._earlier = list(earlier)
-        self._indexed: dict[int, int] = {}  # id of a text -> tokens that the index knows
+        self.texts: dict[int, _Text] = {}  # by index of the rollout
+        self._earlier = [_Text(tokens) for tokens in earlier]
         self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}  # last tokens -> text and place where they go on
 
-    def continuation(self, text: Sequence[int], most: int) -> list[int]:
-        self._index()
+    def begin(self, index: int, tokens: list[int]) -> _Text:
+        """Returns the text of a rollout's next request: the one before, where `tokens` continue it."""
+        text = self.texts.get(index)
+        if text is None or tokens[: len(text.tokens)] != text.tokens:
+            text = self.texts[index] = _Text([])
+        text.tokens.extend(tokens[len(text.tokens) :])
+        return text
+
+    def continuation(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Returns what came after the last of `tokens`, in the longest context that is known."""
+        for text in (*self._earlier, *self.texts.values()):
+            self._index(text)
         for context in _CONTEXTS:
-            if len(text) >= context and (place := self._after.get(tuple(text[-context:]))) is not None:
+            if len(tokens) >= context and (place := self._after.get(tuple(tokens[-context:]))) is not None:
                 other, begin = place
                 return other[begin : begin + most]
         return []
 
-    def _index(self) -> None:
-        for text in (*self._earlier, *self.texts.values()):
-            for end in range(self._indexed.get(id(text), 0), len(text)):
-                for context in _CONTEXTS:
-                    if end >= context:
-                        self._after[tuple(text[end - context : end])] = text, end
-            self._indexed[id(text)] = len(text)
+    def _index(self, text: _Text) -> None:
+        for end in range(text.indexed, len(text.tokens)):
+            for context in _CONTEXTS:
+                if end >= context:
+                    self._after[tuple(text.tokens[end - context : end])] = text.tokens, end
+        text.indexed = len(text.tokens)

@@ -66,7 +66,8 @@ class Proposer:
         proposed = []
         for row, new in enumerate(drawn):
             request, room = self.runner.input_batch.req_ids[row].partition("-")[0], self.longest - 1 - int(lengths[row])
-            proposed.append(self.drafts.guess(request, new, len(drawn))[: max(0, room)])
+            # A row whose prompt is read in parts has drawn nothing yet.
+            proposed.append(self.drafts.guess(request, new, len(drawn))[: max(0, room)] if new else [])
         return proposed
 
 

@@ -50,11 +50,11 @@ def sample_partial(sampler: Sampler, step: int, state: State) -> tuple[Rollouts,
     metrics = staleness_metrics(sampler.grid, trained, sampler.engine.version, config)
     metrics |= {
         "rollouts/sampled": float(len(trained)),
-        "rollout/chunks": float(chunks),
-        "rollout/drawn_tokens": float(drawn),
-        "rollout/recomputed_tokens": float(read_again),
-        "rollout/waiting_groups": float(len(left)),
-        "rollout/waiting_tokens": float(left.rollouts.facts["length"].sum()),
+        "rollouts/chunks": float(chunks),
+        "rollouts/drawn_tokens": float(drawn),
+        "rollouts/recomputed_tokens": float(read_again),
+        "rollouts/waiting_groups": float(len(left)),
+        "rollouts/waiting_tokens": float(left.rollouts.facts["length"].sum()),
     }
     return trained, replace(state, position=position, waiting=left), metrics
 
@@ -126,11 +126,11 @@ def staleness_metrics(grid: ProcessGrid, rollouts: Rollouts, version: int, confi
             cut += len({segment.version for segment in drawn}) > 1
     *tokens, cut = np.sum(grid.all_gather([*tokens, cut]), axis=0).tolist()
     shares = np.array(tokens) / max(1.0, sum(tokens))
-    metrics = {f"rollout/staleness_{age}": share for age, share in enumerate(shares.tolist())}
+    metrics = {f"rollouts/staleness_{age}": share for age, share in enumerate(shares.tolist())}
     return metrics | {
-        "rollout/staleness_mean": float(shares @ np.arange(most + 1)),
-        "rollout/staleness_max": float(max(np.flatnonzero(shares), default=0)),
-        "rollout/partial_ratio": cut / len(rollouts),
+        "rollouts/staleness_mean": float(shares @ np.arange(most + 1)),
+        "rollouts/staleness_max": float(max(np.flatnonzero(shares), default=0)),
+        "rollouts/partial_ratio": cut / len(rollouts),
     }
 
 

@@ -620,7 +620,7 @@ TABLE: dict[str, Entry] = {
         f"{_ENGINES}::test_turns_find_the_earlier_ones_in_the_cache_of_their_engine"
     ),
     **{
-        f"rollout/{name}": Elsewhere("tests/rollout/test_partial.py::test_metrics_of_partial_rollouts_a_second_time")
+        f"rollouts/{name}": Elsewhere("tests/rollout/test_partial.py::test_metrics_of_partial_rollouts_a_second_time")
         for name in (
             *("staleness_mean", "staleness_max", "staleness_<k>", "partial_ratio", "chunks"),
             *("drawn_tokens", "recomputed_tokens", "waiting_groups", "waiting_tokens"),

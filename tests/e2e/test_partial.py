@@ -109,7 +109,7 @@ def test_a_run_that_is_killed_while_responses_wait_goes_on_to_the_same_bits(run:
     drawn, same = (samples(folder, "step_3.jsonl") for folder in (again.run_dir, run))
     assert [one["response"] for one in drawn] == [one["response"] for one in same], "what waited went on in two engines"
     row, wanted = (rows(folder)[3] for folder in (again.run_dir, run))
-    names = [name for name in row if name.startswith("rollout/")]
+    names = [name for name in row if name.startswith("rollouts/")]
     assert names
     assert {name: row[name] for name in names} == {name: wanted[name] for name in names}
 

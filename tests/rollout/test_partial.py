@@ -201,9 +201,11 @@ def test_no_prompt_is_lost_or_comes_twice_and_each_token_says_who_drew_it(data: 
     done = Counter(sample_id for batch in batches for sample_id, index in batch if index == 0)
     assert done + later == taken, "the synchronous run's prompts, but those that wait"
     assert len(waiting) == opened - count
-    assert waiting.rollouts.facts["length"].sum() == metrics[-1]["rollout/waiting_tokens"]
-    drawn = sum(row["rollout/drawn_tokens"] for row in metrics)
-    assert drawn == sum(len(ids) for batch in batches for ids in batch.values()) + metrics[-1]["rollout/waiting_tokens"]
+    assert waiting.rollouts.facts["length"].sum() == metrics[-1]["rollouts/waiting_tokens"]
+    drawn = sum(row["rollouts/drawn_tokens"] for row in metrics)
+    assert (
+        drawn == sum(len(ids) for batch in batches for ids in batch.values()) + metrics[-1]["rollouts/waiting_tokens"]
+    )
     engines = data.draw(st.lists(st.integers(1, 3), min_size=steps, max_size=steps))
     again = trained_in(config, lengths, prompts, steps, engines)
     assert again[0] == batches, "whatever the engines, and a checkpoint between any two steps"
@@ -242,28 +244,28 @@ def test_metrics_of_partial_rollouts_a_second_time() -> None:
     batches, state, metrics, seeds = trained_in(recipe(2, 4, 4, 12), lengths, 9, 4, [1] * 4)
     for number, (batch, row) in enumerate(zip(batches, metrics, strict=True), 1):
         ages = [number - 1 - token // 1000 // UPDATES for ids in batch.values() for token in ids]
-        assert row["rollout/staleness_mean"] == pytest.approx(np.mean(ages))
-        assert row["rollout/staleness_max"] == max(ages)
-        assert [row[f"rollout/staleness_{age}"] for age in range(4)] == pytest.approx(
+        assert row["rollouts/staleness_mean"] == pytest.approx(np.mean(ages))
+        assert row["rollouts/staleness_max"] == max(ages)
+        assert [row[f"rollouts/staleness_{age}"] for age in range(4)] == pytest.approx(
             [ages.count(age) / len(ages) for age in range(4)]
         )
         cut = sum(len({token // 1000 for token in ids}) > 1 for ids in batch.values())
-        assert row["rollout/partial_ratio"] == cut / len(batch)
+        assert row["rollouts/partial_ratio"] == cut / len(batch)
         begun = [place for step, _, _, place in seeds if step == number]
-        assert row["rollout/recomputed_tokens"] == sum(begun)
+        assert row["rollouts/recomputed_tokens"] == sum(begun)
         first = {
             name: min(place for step, *other, place in seeds if (step, *other) == (number, *name))
             for name in {(sample_id, index) for step, sample_id, index, _ in seeds if step == number}
         }
         drawn = Counter((sample_id, index) for step, sample_id, index, _ in seeds if step == number)
-        assert row["rollout/chunks"] == max(drawn.values())
-        assert row["rollout/drawn_tokens"] == sum(
+        assert row["rollouts/chunks"] == max(drawn.values())
+        assert row["rollouts/drawn_tokens"] == sum(
             min(lengths[name] - place, 4 * drawn[name]) for name, place in first.items()
         )
-        assert row["rollout/waiting_groups"] == 2
-    assert max(row["rollout/staleness_max"] for row in metrics) >= 1
+        assert row["rollouts/waiting_groups"] == 2
+    assert max(row["rollouts/staleness_max"] for row in metrics) >= 1
     assert state.waiting is not None
-    assert metrics[-1]["rollout/waiting_tokens"] == sum(r.length for r in state.waiting.rollouts.held.values())
+    assert metrics[-1]["rollouts/waiting_tokens"] == sum(r.length for r in state.waiting.rollouts.held.values())
 
 
 def test_the_oldest_finished_groups_are_trained_on_and_the_pause_waits_for_those_that_are_due() -> None:
