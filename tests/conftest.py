@@ -23,9 +23,9 @@ if os.environ.get("MEGATRON_RL_CI"):
     settings.load_profile("ci")
 
 
-# `make test` runs two folders at a time. A folder's tests share worlds and engines, so they stay in one process. The Slurm
-# tests, and then those of rewards, wait more than they compute: they run beside tests/e2e, which computes in several
-# processes. The long folders follow, and the short ones fill up at the end: one that is begun late leaves a core idle.
+# `make test` runs three folders at a time, on two cores: a folder's tests share worlds and engines, so they stay in one
+# process, which now and then waits, the Slurm tests for most of their time. The long folders come first, and the short ones
+# fill up at the end: one that is begun late leaves a core idle.
 _FIRST = ("launch", "e2e", "rewards", "planning", "recipes", "te", "checkpoint", "agents", "actor", "cli", "conversion")
 
 

@@ -3,10 +3,10 @@
 `Warm([...])` is to a test what `subprocess.Popen([sys.executable, ...])` is. One process per session of tests imports, does
 nothing else, and forks. A fork runs the main part of a module or a script. What it then starts as ranks (`runtime.spawn`) are
 forks of the same untouched process, and its children. All have what a new process has: arguments and environment (in /proc
-too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they exit as Python
-does. But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests torchrun's second
-attempt, NeMo-Run's jobs, and one that is told to end while it imports. `python` is for jobs, whose ranks Slurm is to start.
-Helpers of rewards are forks as well (`warm_helpers.py`).
+too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they end as ranks do
+(`runtime.leaving`). But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests
+torchrun's second attempt, NeMo-Run's jobs, and one that is told to end while it imports. `python` is for jobs, whose ranks
+Slurm is to start. Helpers of rewards are forks as well (`warm_helpers.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, TextIO
 
-from megatron_rl.runtime import spawn
+from megatron_rl.runtime import leaving, spawn
 from megatron_rl.runtime.attempts import rank_environment
 from tests import warm_helpers
 from tests.warm_helpers import end_with
@@ -124,8 +124,8 @@ def run_ranks(
 def python(folder: Path) -> Iterator[Path]:
     """Makes an environment like this one, in a new folder, for processes that tests do not start themselves.
 
-    Its python is this one. But a rank or a conversion is a fork, and the process started here passes signals on to it, and
-    ends with its exit code (`stand_in.py`).
+    Its python is this one. But a rank, a conversion or a check of a recipe is a fork, and the process started here passes
+    signals on to it, and ends with its exit code (`stand_in.py`).
     """
     (folder / "bin").mkdir(parents=True)
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
@@ -133,7 +133,7 @@ def python(folder: Path) -> Iterator[Path]:
     stand_in = [sys.executable, "-I", "-S", Path(__file__).with_name("stand_in.py"), folder / "door"]
     (folder / "bin" / "python").write_text(
         "#!/usr/bin/env bash\n"
-        'case "$*" in "-m megatron_rl.trainer.rank.main "* | "-m megatron_rl convert "*)\n'
+        'case "$*" in "-m megatron_rl.trainer.rank.main "* | "-m megatron_rl convert "* | "-m megatron_rl "*" --check")\n'
         f'  exec {shlex.join(map(str, stand_in))} "$@" ;;\nesac\nexec -a "$0" {sys.executable} "$@"\n'
     )
     (folder / "bin" / "python").chmod(0o755)
@@ -215,25 +215,35 @@ def main() -> None:
         _become(task, files, [channel.fileno() for _, channel in blanks])
         if blanks:
             spawn.subprocess = SimpleNamespace(Popen=partial(Rank, blanks), DEVNULL=subprocess.DEVNULL)
+            # One rank at a time, each a fork that is there already: the process that forks several would import all anew.
+            spawn._Group._fork = lambda self, imports, worlds, tee: False  # type: ignore[method-assign]
     else:
         blanks.clear()
         received = _receive(launcher)
         if received is None:
-            return
+            os._exit(0)  # what was imported is not taken apart: that takes longer than all else that this process does
         task, files = received
         answer = _above(1000, launcher.detach())  # none of the numbers that the task's files get
         _become(task, files, [answer])
         os.close(answer)
     warm_helpers.use(helpers)
-    _run(task.arguments)
+    try:
+        _run(task.arguments)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise  # it is a message
+        leaving.leave(end.code or 0)
+    leaving.leave(0)
 
 
 def import_all() -> None:
+    from megatron_rl.config import validate
     from megatron_rl.rollout import environment
     from megatron_rl.seams import torch_compile
 
     environment.prepare()
     torch_compile.leave_out()
+    validate.prepare()
     gc.disable()
     with torch_compile.left_out_of_vllm():
         for name in IMPORTED:

@@ -91,13 +91,13 @@ class Actor:
         hf_config: HFConfig | None = None,
     ) -> None:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
-        self.dtype, self._seed = build.DTYPES[config.model.dtype], config.seed
+        self.dtype, self._seed, self._exactly = build.DTYPES[config.model.dtype], config.seed, config.rollout.exact
         self.hf_config = hf_config or config.model.completed(read_hf_config(folder))
         self.model = model_of(self.hf_config)
         self.family, self.description = self.model.family, self.model.description
         vocab_size = self.description.dims["vocab"]
         with device.megatron():
-            self.chunks = build.build_model(self.model, self.config, self.dtype)
+            self.chunks = build.build_model(self.model, self.config, self.dtype, self._exactly)
             self.parallel = ParallelGroups.from_megatron()
             for chunk in self.chunks:
                 if chunk.post_process:
@@ -242,7 +242,7 @@ class Actor:
 
     def _step(self) -> float:
         found_inf = self.optimizer.prepare_grads()
-        grad_norm = self.optimizer.get_grad_norm()
+        grad_norm = float(self.optimizer.get_grad_norm())
         if found_inf or not math.isfinite(grad_norm):
             raise FloatingPointError(
                 f"the gradient norm is {grad_norm} at optimizer step {self.optimizer_steps + 1}: a log-prob, a reward or "
@@ -320,9 +320,8 @@ class Actor:
         Context-parallel ranks score the targets that they hold the predictors of, and all get all of them: whatever follows
         is the same on each, and its gradient goes to the rank that a token came from.
         """
-        hidden = hidden[0]
         whole = gather_from_sequence_parallel_region if self.config.parallel.sequence else copy_to_region
-        hidden = whole(hidden)
+        hidden = whole(hidden[0])
         last = self.chunks[-1]
         tied = last.share_embeddings_and_output_weights
         weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
@@ -334,6 +333,7 @@ class Actor:
             temperature,
             self.config.logits_mib * 2**20,
             with_entropy,
+            self._exactly,
         )
         cp = self.parallel.cp
         return micro.whole(log_probs, cp), micro.whole(entropy, cp) if entropy is not None else None

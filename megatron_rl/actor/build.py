@@ -18,6 +18,7 @@ from megatron_rl.actor.host_adam import HostAdam
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import chunk_layers
 from megatron_rl.models import Model, ModelDescription, padded_vocab_size
+from megatron_rl.modules.exact_layers import make_exact
 from megatron_rl.modules.gpt import ACTIVATIONS
 from megatron_rl.modules.registry import builder
 from megatron_rl.runtime import device
@@ -132,8 +133,8 @@ def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     return first | ({"num_layers_in_last_pipeline_stage": stages[-1]} if len(stages) > 2 else {})
 
 
-def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Chunk]:
-    """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device."""
+def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype, exactly: bool = False) -> list[Chunk]:
+    """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device; `exactly`: `rollout.exact`."""
     if device.has_gpu():
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:
@@ -151,6 +152,8 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
             forget_routing(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
         keep_biases_of_experts(chunks[-1])
+        if exactly:
+            make_exact(chunks[-1], model)
     return chunks
 
 

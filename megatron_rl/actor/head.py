@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.base import exact_rows as exact
 from megatron_rl.seams.megatron import added_to_main_gradient, main_gradient
 
 _LOWEST = -1e30  # of no real logit; finite, because inf - inf is NaN
@@ -33,13 +34,15 @@ class VocabShard:
 class _Tiles:
     """The logits of a rank, a tile at a time. Iterating gives (tokens, rows), those of the same rows after each other."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float, num_bytes: int) -> None:
-        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float, num_bytes: int, exactly: bool
+    ) -> None:
+        self.hidden, self.weight, self.temperature, self._exactly = hidden, weight, temperature, exactly
         self.num_rows = max(0, min(weight.shape[0], shard.vocab_size - shard.start))  # without padding
         elements = max(1, num_bytes // 4)
         # Square tiles read the least per product; where there are few tokens, more rows.
-        self._tokens = max(1, min(len(hidden), math.isqrt(elements)))
-        self._rows = max(1, min(self.num_rows, elements // self._tokens))
+        self._tokens = max(1, min(len(hidden), elements // max(1, self.num_rows) if exactly else math.isqrt(elements)))
+        self._rows = self.num_rows if exactly else max(1, min(self.num_rows, elements // self._tokens))
         self.one_per_row = self._tokens >= len(hidden)
         size = self._tokens * self._rows
         self._logits = hidden.new_empty(size, dtype=torch.float32)
@@ -57,7 +60,10 @@ class _Tiles:
         """float32 [tokens, rows], valid until the next call; may be written to."""
         shape = (tokens.stop - tokens.start, rows.stop - rows.start)
         products = self._products[: shape[0] * shape[1]].view(shape)
-        torch.mm(self.hidden[tokens], self.weight[rows].t(), out=products)
+        if self._exactly:
+            products.copy_(exact.product(self.hidden[tokens], self.weight[rows]))
+        else:
+            torch.mm(self.hidden[tokens], self.weight[rows].t(), out=products)
         logits = self._logits[: products.numel()].view(shape)
         if logits.dtype != products.dtype:
             logits.copy_(products)
@@ -110,8 +116,9 @@ class _TiledLogProbs(torch.autograd.Function):
         temperature: float,
         num_bytes: int,
         with_entropy: bool,
+        exactly: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        tiles = _Tiles(hidden, weight, shard, temperature, num_bytes)
+        tiles = _Tiles(hidden, weight, shard, temperature, num_bytes, exactly)
         # Per token, z the logits of the rows seen: largest z, sum of exp(z - largest), sum of exp(z - largest) (z - largest),
         # target's z.
         stats = hidden.new_zeros(4, len(hidden), dtype=torch.float32)
@@ -124,7 +131,7 @@ class _TiledLogProbs(torch.autograd.Function):
             highest = torch.maximum(top, tile.amax(dim=1))
             _lower(top, total, weighted, highest)
             tile.sub_(highest[:, None]).exp_()
-            total += tile.sum(dim=1)
+            total += exact.row_sums(tile) if exactly else tile.sum(dim=1)
             if with_entropy:  # -entr(exp(d)) = exp(d) d
                 weighted -= torch.special.entr(tile, out=tile).sum(dim=1)
         if shard.group is not None and (size := dist.get_world_size(shard.group)) > 1:
@@ -134,7 +141,7 @@ class _TiledLogProbs(torch.autograd.Function):
             highest = parts[:, 0].amax(dim=0)
             for part in parts:
                 _lower(part[0], part[1], part[2], highest)
-            stats = parts.sum(dim=0)
+            stats = sum(parts.unbind(), torch.zeros_like(stats)) if exactly else parts.sum(dim=0)
             stats[0] = highest
         top, total, weighted, of_target = stats
         log_normalizer = top + total.log()
@@ -154,7 +161,8 @@ class _TiledLogProbs(torch.autograd.Function):
         # d log-prob / dz = onehot - p, d entropy / dz = -p (log p + entropy); z = logits / temperature.
         of_target, of_p = grad_log_probs / ctx.temperature, -grad_log_probs / ctx.temperature
         of_entropy = -grad_entropy / ctx.temperature if grad_entropy is not None else None
-        tiles = _Tiles(hidden, weight, ctx.shard, ctx.temperature, ctx.num_bytes // (1 if of_entropy is None else 2))
+        num_bytes = ctx.num_bytes // (1 if of_entropy is None else 2)
+        tiles = _Tiles(hidden, weight, ctx.shard, ctx.temperature, num_bytes, False)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         main = main_gradient(weight) if for_weight else None
         grad_weight = weight.new_empty(weight.shape) if for_weight and main is None else None
@@ -190,7 +198,7 @@ class _TiledLogProbs(torch.autograd.Function):
         return (
             grad_hidden.to(hidden.dtype) if grad_hidden is not None else None,
             grad_weight,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -210,6 +218,7 @@ def log_probs_from_hidden(
     temperature: float = 1.0,
     num_bytes: int = 2**26,
     with_entropy: bool = False,
+    exactly: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` under softmax(hidden @ weight.T / temperature), the vocabulary sharded over `shard.group`.
 
@@ -223,8 +232,9 @@ def log_probs_from_hidden(
         temperature: > 0; the temperature the tokens were sampled at.
         num_bytes: of the float32 logits that exist at once. In another dtype there is a copy of half that size.
         with_entropy: also return the entropy in nats. Its gradient needs no more memory.
+        exactly: by `base.exact_rows`.
 
     Returns:
         float32 [tokens] log-probs, and float32 [tokens] entropy or None. Both carry gradients.
     """
-    return _TiledLogProbs.apply(hidden, weight, targets, shard, temperature, num_bytes, with_entropy)
+    return _TiledLogProbs.apply(hidden, weight, targets, shard, temperature, num_bytes, with_entropy, exactly)

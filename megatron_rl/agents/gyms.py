@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.agents.guest import interpreter, the_guest
-from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, register_agent
+from megatron_rl.agents.registry import Agent, AgentTask, Verdict, register_agent
 from megatron_rl.base.typed_params import Params
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _PROGRAMS = Path(__file__).parent / "guests"
 
 
 @register_agent("verifiers")
-def verifiers(environment: Params, path: str | None = None) -> RunAgent:
+def verifiers(environment: Params, path: str | None = None) -> Agent:
     """Rolls out the tasks of a verifiers taskset, which ask the policy by its address.
 
     The reward, and each reward and metric by its name, are columns.
@@ -35,7 +35,7 @@ def verifiers(environment: Params, path: str | None = None) -> RunAgent:
 
 
 @register_agent("nemo_gym")
-def nemo_gym(config_paths: list[str], server: str | None = None, changes: Params | None = None) -> RunAgent:
+def nemo_gym(config_paths: list[str], server: str | None = None, changes: Params | None = None) -> Agent:
     """Runs the servers of a NeMo-Gym configuration, and asks its agent server to run each row of a dataset.
 
     The reward, and every other number of its reply by its name, are columns.
@@ -51,7 +51,7 @@ def nemo_gym(config_paths: list[str], server: str | None = None, changes: Params
     return _agent("nemo-gym", params, "row", "nemo_gym_row")
 
 
-def _agent(environment: str, params: Mapping[str, object], key: str, column: str) -> RunAgent:
+def _agent(environment: str, params: Mapping[str, object], key: str, column: str) -> Agent:
     """An agent that hands what `column` of a prompt's metadata has to the guest, as the request's `key`."""
     program = str(_PROGRAMS / f"run_{environment.replace('-', '_')}.py")
     command = (str(interpreter(environment)), "-u", program)
@@ -66,5 +66,4 @@ def _agent(environment: str, params: Mapping[str, object], key: str, column: str
         guest = await the_guest(command, params)
         return cast(Verdict, await guest.ask({key: task_data, "base_url": task.base_url, "api_key": task.api_key}))
 
-    run.rewards_turns = False  # type: ignore[attr-defined]  # what comes from a guest is one number per conversation
-    return run
+    return Agent(run, rewards_turns=False)  # what comes from a guest is one number per conversation

@@ -17,7 +17,7 @@ from megatron_rl.agents.endpoint import HttpServer, make_app
 from megatron_rl.agents.failures import AgentsFailed, FailedBy, InfrastructureFailed, ModelFailed
 from megatron_rl.agents.journal import ConversationJournal, StepJournal
 from megatron_rl.agents.policy_client import PolicyClient
-from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, make_agent
+from megatron_rl.agents.registry import Agent, AgentTask, RunAgent, Verdict, make_agent
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.agents.session import Opening, Patience, Session
 from megatron_rl.data.rollout import Rollout
@@ -46,7 +46,7 @@ class AgentLeader:
         self._changed = threading.Condition()  # guards the three
         self._sessions: dict[str, Session] = {}
         self._of_rollout: dict[Name, Session] = {}
-        self._agents: dict[str, tuple[RunAgent, Renderer]] = {}  # by task
+        self._agents: dict[str, tuple[Agent, Renderer]] = {}  # by task
         self._opened = self._lost_in_a_row = 0
         self._lost = Counter[str]()
         self._loop = asyncio.new_event_loop()
@@ -177,8 +177,10 @@ class AgentLeader:
     async def _attempt(self, session: Session, patience: Patience) -> tuple[Rewards, FailedBy | None, str | None]:
         """Rewards by column, who failed, and how."""
         opening = session.opening
-        run, _ = self._agents[opening.key]
-        task = asyncio.create_task(_guarded(run, self._model_of(session), self._task_of(session)), name=_label(opening))
+        agent, _ = self._agents[opening.key]
+        task = asyncio.create_task(
+            _guarded(agent.run, self._model_of(session), self._task_of(session)), name=_label(opening)
+        )
         while not task.done():
             await asyncio.wait({task}, timeout=max(patience.left, 0.0 if patience.is_running else 0.1))
             if not task.done() and patience.left <= 0 and patience.is_running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_rl.base.messages import errors_named, unknown_name
@@ -25,8 +26,21 @@ Verdict: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[flo
 """A number, or one per column of the reward `agent`; None, or NaN in a column: none, other rewards decide. A list
 in the place of a number has the reward of each turn of the policy, in the order of their requests; it counts as their sum."""
 RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
-"""An attribute `rewards_turns = False` says that it never returns a list."""
-Factory: TypeAlias = Callable[..., RunAgent]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The function that converses, and what a factory says of it; of a function alone, the defaults hold.
+
+    Args:
+        rewards_turns: its verdicts may be lists; False: one number per conversation, which `algorithm.credit=turn` refuses.
+    """
+
+    run: RunAgent
+    rewards_turns: bool = True
+
+
+Factory: TypeAlias = "Callable[..., RunAgent | Agent]"
 
 _BUILT_IN: dict[str, str] = {  # name -> the module that registers it
     "gymnasium": "megatron_rl.agents.gymnasium_loop",
@@ -99,7 +113,7 @@ def list_agents() -> tuple[str, ...]:
     return tuple(sorted({*_BUILT_IN, *_FACTORIES}))
 
 
-def make_agent(name: str, **params: object) -> RunAgent:
+def make_agent(name: str, **params: object) -> Agent:
     """The agent of a registered name, or a user's own: `package.module:factory` or `path/to/file.py:factory`.
 
     Raises:
@@ -120,10 +134,12 @@ def make_agent(name: str, **params: object) -> RunAgent:
         if parameter.default is parameter.empty and key not in params:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     with errors_named(name, ValueError, OSError):
-        run = factory(**params)
+        made = factory(**params)
+    agent = made if isinstance(made, Agent) else Agent(made)
+    run = agent.run
     if not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(getattr(type(run), "__call__", None))):  # noqa: B004
         raise ValueError(f"{name}: the factory returned {run!r:.80}, must be a function `async def run(model, task)`")
-    return run
+    return agent
 
 
 def agent_tasks(config: Config) -> dict[str, TaskConfig]:
@@ -206,8 +222,7 @@ def _check_turns(config: Config) -> None:
                 f"{key}.agent.sequences={task.agent.sequences}: algorithm.credit=turn compares the k-th turns of a group, "
                 f"and those of several sequences have no common order; {instead}, or sequences to 1"
             )
-        gives[f"{key}.agent ({task.agent.name})"] = getattr(
-            make_agent(task.agent.name, **task.agent.params), "rewards_turns", True
-        )
+        agent = make_agent(task.agent.name, **task.agent.params)
+        gives[f"{key}.agent ({task.agent.name})"] = agent.rewards_turns
     if not any(gives.values()):
         raise ValueError(f"algorithm.credit=turn: {', '.join(gives)} gives turns no rewards; {instead}")

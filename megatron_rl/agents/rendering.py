@@ -113,6 +113,8 @@ class Renderer:
             begun, followed = self._begun_and_followed({}, [_TOOL])
             if not followed.startswith(begun):
                 rewritten.append("the tools are written in another place once others follow")
+        if (left_out := self._left_out_before_calls()) and not any(repr(left_out) in said for said in rewritten):
+            rewritten.append(f"{left_out!r}, behind a tool's reply, is left out where the turn behind it calls")
         if not self._ends.last.startswith(self._ends.followed):
             rewritten.append(f"a turn ends with {self._ends.followed!r}, and the last one with {self._ends.last!r}")
         if "strftime_now" in self._template:
@@ -129,6 +131,19 @@ class Renderer:
         written = self.text([*PROBE, turn], [_TOOL], False).removeprefix(asked)
         begins = begun.removeprefix(asked).partition("<think>")[0]  # which not every template writes before a call
         return written.removeprefix(begins).removesuffix(self._ends.last)
+
+    def _left_out_before_calls(self) -> str:
+        """Returns what stands between a tool's reply and the next turn, and is not there once that turn has called a tool."""
+        if not self._ends.call:
+            return ""
+        call = _marked_call({"id": _ID}, _MARK)
+        called: Message = {"role": "assistant", "tool_calls": [call]}
+        asked: list[Message] = [*PROBE, called, {"role": "tool", "tool_call_id": _ID, "content": _NEXT}]
+        try:
+            written, followed = self.text(asked, None, True), self.text([*asked, called], None, False)
+        except ValueError:  # the template knows no replies
+            return ""
+        return "" if followed.startswith(written) else _left_out(written, followed)
 
     def _begun_and_followed(self, changes: Message, tools: Tools) -> tuple[str, str]:
         """A conversation up to the text of its last turn, and the whole of one where the user goes on."""

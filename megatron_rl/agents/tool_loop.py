@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.agents.environments import Environment, environment_maker
 from megatron_rl.agents.failures import InfrastructureFailed, ModelFailed
-from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, register_agent
+from megatron_rl.agents.registry import Agent, AgentTask, Verdict, register_agent
 from megatron_rl.base.typed_params import Params, Positive
 from megatron_rl.data.sample import Message
 from megatron_rl.runtime.calls import CallTimeout, waiting_pool
@@ -29,7 +29,7 @@ def tools(
     environment_params: Params | None = None,
     tool_seconds: Positive = 30.0,
     longest_reply: int = 4000,
-) -> RunAgent:
+) -> Agent:
     """Gives the model the tools of an environment, and makes the calls that it writes, one after the other.
 
     The conversation ends with the first turn without calls, or at the task's limits; the environment then says what it was
@@ -77,8 +77,7 @@ def tools(
                 text = await task.recorded([messages, wanted.id], reply, again=True)
                 messages.append({"role": "tool", "tool_call_id": wanted.id, "content": cut(text, longest_reply)})
 
-    run.rewards_turns = environment not in _WITHOUT_TURN_REWARDS  # type: ignore[attr-defined]
-    return run
+    return Agent(run, rewards_turns=environment not in _WITHOUT_TURN_REWARDS)
 
 
 async def _do(environment: Environment, seconds: float, method: Callable[..., Any], *arguments: object) -> Any:

@@ -19,6 +19,7 @@ from megatron_rl.base.messages import did_you_mean, show, unknown_name
 Params: TypeAlias = Mapping[str, Any]  # by name; `check_types` holds the values against annotations
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 STRICT = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")  # no text as a number, no 1 as true
 _TYPES = {

@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": ("plan", "where the memory of each GPU goes on a number of nodes, and whether the recipe fits"),
     "convert": ("convert", "Hugging Face folders to Megatron checkpoints and back, losing nothing"),
     "launch": ("launch", "runs, chains and sweeps through NeMo-Run: here, or on a Slurm cluster"),
+    "sweep": ("sweep", "a training run per line of overrides and seed, here; then what difference the lines made"),
     "migrate": ("migrate", "a configuration of verl, NeMo-RL or TRL as a recipe"),
     "preflight": ("preflight", "whether these machines are fit for the recipe; names the node that is not"),
     "selftest": (

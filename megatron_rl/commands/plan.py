@@ -141,9 +141,15 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 
 def _add_simulation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--simulate", action="store_true", help="synchronous steps, and what two other ways would give")
+    add("--simulate", action="store_true", help="synchronous steps, and what other ways would give")
     add("--simulated-steps", type=_count, metavar="N", help=f"default {_SIMULATED_STEPS}")
     add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
+    add(
+        "--signal-share",
+        type=_number(0),
+        metavar="P",
+        help="with algorithm.resample_rounds: of the groups that have a signal (default 1: none is replaced)",
+    )
     add(
         "--judge-seconds",
         type=_numbers(0, above=False, most=2),
@@ -196,7 +202,11 @@ def run(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses what would have no effect."""
     for needed, is_used, options in (
-        ("--simulate", args.simulate, ("simulated_steps", "drawn_before", "judge_seconds", "mtbf_hours")),
+        (
+            "--simulate",
+            args.simulate,
+            ("simulated_steps", "drawn_before", "signal_share", "judge_seconds", "mtbf_hours"),
+        ),
         ("--search", args.search, ("fp8", "headroom_gib", "write")),
         ("no --response-lengths", args.response_lengths is None, ("response_tokens",)),
     ):
@@ -226,9 +236,9 @@ def _plan(
     figures: dict[str, object] = {"step_time": tables.step_figures(step)}
     text, simulated = [tables.step_table(step, predictor, config)], None
     if args.simulate:
-        simulated = forecast(_simulation(args, nodes), config, plan, predictor, step)
+        simulated = forecast(_simulation(args, config, nodes), config, plan, predictor, step)
         figures |= tables.simulation_figures(simulated)
-        text.append(tables.simulation_table(simulated))
+        text.append(tables.simulation_table(simulated, config))
     if args.exact:
         from megatron_rl.planning.exact import on_rank
 
@@ -253,8 +263,13 @@ def _plan(
     return exit_codes.FAILED if problems else exit_codes.OK
 
 
-def _simulation(args: argparse.Namespace, nodes: int) -> Simulation:
+def _simulation(args: argparse.Namespace, config: Config, nodes: int) -> Simulation:
     judge = failures = None
+    share = 1.0 if args.signal_share is None else args.signal_share
+    if share > 1:
+        raise ConfigError(f"--signal-share: a share is at most 1, not {share:g}")
+    if args.signal_share is not None and not config.algorithm.resample_rounds:
+        raise ConfigError("--signal-share has no effect here: it needs algorithm.resample_rounds")
     if args.judge_seconds and args.judge_seconds[0]:
         mean, at_once = (*args.judge_seconds, _JUDGED_AT_ONCE)[:2]
         if at_once < 1:
@@ -263,7 +278,8 @@ def _simulation(args: argparse.Namespace, nodes: int) -> Simulation:
     if args.mtbf_hours:
         hours, minutes = (*args.mtbf_hours, _RESTART_MINUTES)[:2]
         failures = hours * 3600 / nodes, minutes * 60
-    return Simulation(args.simulated_steps or _SIMULATED_STEPS, _responses(args), args.drawn_before, judge, failures)
+    steps = args.simulated_steps or _SIMULATED_STEPS
+    return Simulation(steps, _responses(args), args.drawn_before, judge, failures, share)
 
 
 def _measure(config: Config, known: HFConfig | None, world: int, cluster: Cluster) -> Sequence[RankMemory]:

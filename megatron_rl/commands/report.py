@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_rl.base.messages import ConfigError
 from megatron_rl.report import find, read_run, render
+from megatron_rl.report.significance import as_lines, recipe_differences
 from megatron_rl.runtime import disk, exit_codes
 
 _SILENT_SECONDS = 10  # a connection that says nothing for so long is closed
@@ -21,6 +22,7 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder; several are laid side by side")
+    add_compared(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--output",
@@ -36,14 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
+def add_compared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        metavar="METRIC",
+        action="append",
+        default=[],
+        help="a metric whose difference between recipes is tested, seed by seed; repeat (default: all evaluations)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.compare and len(args.runs) == 1:
+        raise ConfigError("--compare needs several runs: of two recipes or more, with the same seeds")
     records = [read_run(path.resolve()) for path in args.runs]
     if args.serve is not None:
-        return _serve([record.path for record in records], args.serve)
+        return _serve([record.path for record in records], args.serve, args.compare)
     default = records[0].path / "report.html" if len(records) == 1 else Path("report.html")
     output: Path = args.output or default
     try:
-        disk.replace(output, render(records))
+        disk.replace(output, render(records, args.compare))
     except OSError as error:
         print(
             f"megatron-rl: cannot write {output}: {error.strerror}; name another place with --output", file=sys.stderr
@@ -52,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     for record in records:
         for finding in find(record):
             print(f"{record.name}: {finding.level}: {finding.text}")
+    if len(records) > 1:
+        for line in as_lines(recipe_differences(records, args.compare)):
+            print(line)
     print(f"the page: {output}")
     return exit_codes.OK
 
@@ -62,7 +79,7 @@ def _host(header: str) -> str:
     return (name if colon and port.isdigit() else header.strip()).lower()
 
 
-def _serve(runs: Sequence[Path], port: int) -> int:
+def _serve(runs: Sequence[Path], port: int, compared: Sequence[str]) -> int:
     """Serves this machine only. Pages are drawn one at a time; a connection that sends nothing is nobody else's matter."""
     drawn: dict[tuple[int, ...], bytes] = {}  # the last page, by the sizes of the metrics that it shows
     drawing = threading.Lock()
@@ -72,7 +89,7 @@ def _serve(runs: Sequence[Path], port: int) -> int:
             sizes = tuple((run / "metrics.jsonl").stat().st_size for run in runs)
             if sizes not in drawn:
                 drawn.clear()
-                drawn[sizes] = render([read_run(run) for run in runs]).encode()
+                drawn[sizes] = render([read_run(run) for run in runs], compared).encode()
             return drawn[sizes]
 
     class Handler(BaseHTTPRequestHandler):

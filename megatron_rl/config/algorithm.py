@@ -96,3 +96,8 @@ class AlgorithmConfig(Section):
     )
     zero_variance_rewards: list[str] | None = key(None, "columns that decide it; null: all")
     resample_rounds: CountOrNone = key(0, "further rounds of prompts to replace dropped groups (dynamic sampling)")
+    resample_ahead: bool = key(
+        True,
+        "what further rounds will probably need is drawn with the first, and nothing beyond; false: round by round. What is "
+        "trained on is the same",
+    )

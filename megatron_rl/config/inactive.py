@@ -60,6 +60,7 @@ def _entries() -> Iterator[tuple[str, Only]]:
     yield "algorithm.kl.estimator", _with("algorithm.kl", "coef", lambda it: it > 0, "0", "")
     yield "algorithm.kl.reward_estimator", _with("algorithm.kl", "reward_coef", lambda it: it > 0, "0", "")
     yield "algorithm.correction.cap", _with("algorithm.correction", "weight", lambda it: it != "none", "none", "")
+    yield "algorithm.resample_ahead", _with("algorithm", "resample_rounds", lambda it: it > 0, "0", "")
     yield "algorithm.gamma", _with("algorithm", "credit", lambda it: it == "turn", "rollout", "=turn")
     yield "rollout.fp8_skip", _with("rollout", "fp8", lambda it: it != "none", "none", "=blockwise")
     for name in ("sft_every", "keep", "keep_best", "best", "asynchronous", "on_failure"):

@@ -14,6 +14,7 @@ from megatron_rl.base.shipped import missing
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model, check_adapter
 from megatron_rl.config.evaluation_checks import runs_harness
+from megatron_rl.config.exact_checks import check_exact
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.pipeline_split import chunk_layers, stage_layers
 from megatron_rl.config.published import published_config
@@ -292,6 +293,7 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
     yield from model.attention.engine_problems(rollout.tensor_parallel, "rollout.tensor_parallel")
     experts = model.expert_count
     yield from check_rollout_model(rollout, model)
+    yield from check_exact(config, model)
     if experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"Megatron-Core trains experts with tensor parallelism only where sequences are split too: set "

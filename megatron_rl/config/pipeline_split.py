@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import chain, islice
 
 
@@ -41,6 +42,7 @@ def stage_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[
     return [sum(chunks) for chunks in chunk_layers(layers, pipeline, virtual_pipeline)]
 
 
+@lru_cache
 def stage_numbers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage by number, in its order: one chunk after the other. Raises as `chunk_layers`."""
     numbers = iter(range(layers))

@@ -68,6 +68,11 @@ def _check_partial(config: Config) -> Iterator[str]:
 
 def check_rollout_machine(config: Config) -> Iterator[str]:
     """Yields a sentence per key of `rollout` that a GPU's kernels refuse; for a machine that has one."""
+    if config.rollout.exact:
+        yield (
+            "`rollout.exact` has operations for a CPU only: on a GPU vLLM and Transformer Engine have kernels of their own, "
+            "which round otherwise; set it to false, and see algorithm.correction"
+        )
     if config.rollout.fp8 != "none" and config.model.dtype == "float32":
         yield (
             "`rollout.fp8` needs activations in bf16 on a GPU, and `model.dtype` is float32; set model.dtype=bfloat16, or "

@@ -67,6 +67,11 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=1, le=1e5)] = key(8, "rollouts per prompt")
     max_prompt_tokens: Tokens = key(512)
     max_tokens: Tokens = key(512, "new tokens per rollout")
+    exact: bool = key(
+        False,
+        "CPU: engine and actor compute with the same operations, each token by itself: the log-probs recorded while drawing "
+        "are the actor's old ones bit for bit ([mismatch.md](mismatch.md#exactly-none))",
+    )
     temperature: Annotated[float, Field(gt=0, le=2)] = key(1.0, "of training rollouts and the actor's log-probs")
     too_long: Literal["error", "drop"] = key("error", "prompts above the limit: an error, or left out")
     memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")

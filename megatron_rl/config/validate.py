@@ -59,6 +59,11 @@ def problems(section: Section, key: str = "") -> Iterator[str]:
         yield from _sentences(error.errors(include_url=False), type(section), key)
 
 
+def prepare() -> None:
+    """Makes what the first check of a recipe waits for."""
+    _adapter(Config)
+
+
 def _adapter[S: Section](section: type[S]) -> TypeAdapter[S]:
     if section not in _ADAPTERS:
         _ADAPTERS[section] = TypeAdapter(section)

@@ -29,8 +29,6 @@ from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.runtime.spawn import Graces, run_rank, run_ranks
 from megatron_rl.tasks import asks_hub
 
-IMPORTS = "megatron_rl.trainer.rank.imports"  # what the process does that forks the ranks
-
 
 def machine_here() -> tuple[Machine, World | None]:
     """This machine, and the world that torchrun or srun has made, if this process is one of its."""
@@ -99,7 +97,8 @@ class RankLaunch:
         on = "GPU" if self.machine.gpus else "CPU"
         streams.say(f"{count(processes, f'{on} process')}; run folder {job.run_dir}, logs in {logs}", sys.stdout)
         graces = graces_in(os.environ)
-        outcome = run_ranks(job.words(), processes, logs, environment, graces, files=(recipe,), imports=IMPORTS)
+        imports = imports_of(self.config)
+        outcome = run_ranks(job.words(), processes, logs, environment, graces, files=(recipe,), imports=imports)
         return outcome.said()
 
     def _join(self, job: RankJob, environment: Mapping[str, str], recipe: int) -> int:
@@ -113,6 +112,13 @@ class RankLaunch:
         os.environ.update(self.world.variables)
         stop.hold_back()  # until the rank has its handlers
         os.execv(sys.executable, job.words())
+
+
+def imports_of(config: Config) -> str:
+    """The module with what the process does that forks the ranks of a recipe."""
+    tasks = (*config.tasks.train.values(), *config.tasks.eval.values())
+    with_gym = any(task.source == "reasoning_gym" for task in tasks)
+    return f"megatron_rl.trainer.rank.imports{'_with_gym' if with_gym else ''}"
 
 
 def fp8_scales(config: Config, machine: Machine) -> dict[str, str]:

@@ -115,9 +115,9 @@ class Family:
         return next(rule for rule in self.rules if rule.is_output)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """One model of a family."""
+    """One model of a family. Equal to itself alone, so that what is counted of it can be remembered."""
 
     family: Family
     description: ModelDescription

@@ -75,4 +75,16 @@ def model_of(hf_config: HFConfig) -> Model:
         ValueError: its architecture, or something in it that changes the forward pass, is not known.
     """
     family = family_for(hf_config)
-    return Model(family, family.describe(hf_config))
+    description = family.describe(hf_config)
+    if description.attention.head_width % 2:
+        raise ValueError(
+            f"config.json: heads of {description.attention.head_width} numbers: rotary embeddings turn pairs of them"
+        )
+    router = description.transformer
+    chosen, scores = router.get("moe_router_topk"), router.get("moe_router_score_function")
+    if chosen == 1 and scores == "softmax" and not router.get("moe_router_pre_softmax"):
+        raise ValueError(
+            "config.json: num_experts_per_tok = 1 with normalised weights: a lone expert's is 1 whatever the router says, "
+            "which would learn nothing; Megatron-Core refuses it"
+        )
+    return Model(family, description)

@@ -1,7 +1,7 @@
 """Memory of forward and backward passes on a GPU, by arithmetic from the model's sizes and the recipe's layout. No torch.
 
 Estimates: each says what it is made of, and tests hold them to within 10 % of what is counted on Megatron-Core's modules
-(`exact`). None of them has been measured on a GPU.
+(`exact`). Of one model on one card the sums were within 1 % of what was allocated (docs/gpu.md).
 """
 
 from __future__ import annotations

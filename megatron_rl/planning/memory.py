@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are counted exactly, parameter by parameter as Megatron-Core cuts them (tests compare
 with models that were really built). Activations, the output layer's workspace and what the engine needs besides weights and
-cache are estimates; each says below what it is made of, and none of them has been measured on a GPU.
+cache are estimates; each says below what it is made of, and docs/gpu.md what one card took.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
@@ -98,6 +99,7 @@ def active_parameters(model: Model) -> int:
     return whole.dense + (whole.expert // model.experts.count * model.experts.top_k if model.experts else 0)
 
 
+@lru_cache
 def engine_parameters(model: Model, tensor: int, expert: int = 1) -> int:
     """Parameters on each of an engine's `tensor` ranks: key/value heads repeated where ranks outnumber them, experts whole
     and spread over `expert` ranks (all or 1), else cut."""
@@ -295,13 +297,22 @@ def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
 
 
 def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Parameters]:
-    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual_pipeline": parallel.virtual_pipeline}
-    experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
-    some = {0, min(1, parallel.pipeline - 1), parallel.pipeline - 1}
+    dense = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
+    return _fullest_of_cut(model, *dense, parallel.expert, parallel.expert_tensor)
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same cut with each choice of everything else
+def _fullest_of_cut(
+    model: Model, tensor: int, pipeline: int, virtual_pipeline: int, expert: int, expert_tensor: int
+) -> tuple[int, Parameters]:
+    sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual_pipeline}
+    experts = {"expert": expert, "expert_tensor": expert_tensor}
+    some = {0, min(1, pipeline - 1), pipeline - 1}
     stages = [(stage, actor_parameters(model, **sizes, **experts, stage=stage)) for stage in sorted(some)]
     return max(stages, key=lambda one: one[1].total)
 
 
+@lru_cache
 def _without_buffers(model: Model, frozen_tower: bool = False) -> Model:
     """The model's parameters alone; without those of its tower where that is frozen."""
     rules = tuple(rule for rule in model.family.rules if not (rule.buffer or (frozen_tower and rule.in_tower)))

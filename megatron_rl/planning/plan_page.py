@@ -44,7 +44,7 @@ def render(
         else "".join(f'<p class="bad">{text(one)}</p>' for one in verdicts)
     )
     plan = memory[0][1]
-    about = f"{plan.world} GPUs, {plan.engines} engines; nothing here was measured on a GPU"
+    about = f"{plan.world} GPUs, {plan.engines} engines; predicted"
     elements = [f'<h1>{text(heading)}</h1><p class="sub">{text(about)}</p>', fits]
     elements += section("Memory", list(_memory(memory)))
     elements += section("A step", list(_time(step)))
@@ -144,11 +144,7 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- simulation
-_STANDING: Mapping[Mode, str] = {
-    "synchronous": "without rollout.partial",
-    "partial": "with rollout.partial",
-    "one step off": "not in this product",
-}
+_STANDING: Mapping[Mode, str] = {"synchronous": "without rollout.partial", "partial": "with rollout.partial"}
 
 
 def _simulated(forecast: Forecast) -> Iterator[str]:
@@ -158,7 +154,7 @@ def _simulated(forecast: Forecast) -> Iterator[str]:
     for mode, run in forecast.runs.items():
         figures = [run.seconds.mean(), *np.quantile(run.seconds, (0.5, 0.95)), run.tokens_per_s_per_gpu]
         shares = [run.idle(), run.tail_share]
-        product = _STANDING[mode]
+        product = _STANDING.get(mode, "not in this product")
         rows.append(
             [
                 title(mode, run, forecast.job),

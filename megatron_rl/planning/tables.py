@@ -16,7 +16,7 @@ from megatron_rl.planning.memory import active_parameters, total_parameters
 from megatron_rl.planning.search import Found, Space
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.simulated_steps import Mode, SimulatedJob, SimulatedRun, partial_of
+from megatron_rl.planning.simulation.simulated_steps import BUILT, Mode, SimulatedJob, SimulatedRun, partial_of
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
 from megatron_rl.planning.time.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
 
@@ -54,7 +54,9 @@ def memory_table(config: Config, plan: MemoryPlan, source: str = "") -> str:
         lines.append(f"{part.part.value + (' *' if part.estimate else ''):42s}{cells}".rstrip())
     lines.append(f"{'sum':42s}" + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items()))
     lines.append(f"{'there is':42s}" + _there_is(plan))
-    lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")
+    lines.append(
+        "* estimates, compared with one GPU: docs/gpu.md; weights, gradients, optimizer state, cache are counted"
+    )
     if plan.model.description.vision is not None:
         lines.append("not in it: what the vision tower's passes keep, and their time")
     problems = list(plan.problems())
@@ -157,6 +159,8 @@ def step_table(step: StepTime, predictor: Predictor, config: Config) -> str:
     if step.bubble > 0:
         waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
     lines.append("; ".join(waits))
+    if config.rollout.speculation is not None:
+        lines.append(f"{GENERATE}: without drafts (rollout.speculation), whose gain depends on what is drawn")
     if factors := predictor.factors:
         took = ", ".join(f"{name} {factor:.3g}" for name, factor in factors.items())
         far = any(not 1 / _FAR < factors.get(name, 1.0) < _FAR for name in (GENERATE, UPDATE))
@@ -170,7 +174,7 @@ def step_table(step: StepTime, predictor: Predictor, config: Config) -> str:
 def _kind(predictor: Predictor, config: Config) -> str:
     if predictor.factors:
         return "predicted, scaled to a run's times"
-    return "predicted" + (" at the rates of bf16" if config.model.dtype == "float32" else ", not timed on a GPU")
+    return "predicted" + (" at the rates of bf16" if config.model.dtype == "float32" else ", updates timed on one GPU")
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
@@ -238,10 +242,12 @@ def title(name: Mode, run: SimulatedRun, job: SimulatedJob) -> str:
         return f"partial, chunks of {partial_of(job).chunk_tokens:,}, {partial_of(job).opened(job.prompts):,} open"
     if name == "one step off":
         return f"one step off, {round(run.engines_share * run.gpus)} of {run.gpus} GPUs draw"
+    if job.resampling is not None:
+        return f"{name}, resampled {'ahead' if job.resampling.ahead else 'round by round'}"
     return name
 
 
-def simulation_table(simulated: Forecast) -> str:
+def simulation_table(simulated: Forecast, config: Config) -> str:
     job, run = simulated.job, simulated.runs["synchronous"]
     seconds, total = run.phases() | {"step": run.seconds}, float(run.seconds.mean())
     lengths = (
@@ -277,8 +283,10 @@ def simulation_table(simulated: Forecast) -> str:
         lines.append(
             f"{title(mode, other, job):40s}{other.seconds.mean():10.1f}{np.quantile(other.seconds, 0.95):10.1f}"
             f"{other.tokens_per_s_per_gpu:14,.0f}{other.idle():11.0%}"
-            + ("  not in this product" if mode == "one step off" else "")
+            + ("" if mode in BUILT else "  not in this product")
         )
+    if config.algorithm.resample_rounds and job.resampling is None:
+        lines.append("as if every group had a signal; --signal-share says how many algorithm.resample_rounds replaces")
     if simulated.goodput is not None:
         lines += ["", *_goodput_lines(simulated.goodput)]
     return "\n".join(lines)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run_record import RunRecord, by_recipe, shown_evaluations
+from megatron_rl.report.run_record import RunRecord, by_recipe, recipe_name, shown_evaluations
 
 COLOURS = (
     *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),
@@ -201,8 +202,25 @@ def draw_time(run: RunRecord, title: str) -> Drawing | None:
     order = sorted(phases, key=lambda name: -sum(row.get(name, 0.0) for row in rows))
     layers = {name.removeprefix("timing_s/"): [row.get(name, 0.0) for row in rows] for name in order}
     layers["other"] = [max(0.0, row["timing_s/step"] - sum(row.get(name, 0.0) for name in order)) for row in rows]
-    total = sum(row["timing_s/step"] for row in rows)
-    lines, low = list[Line](), [0.0] * len(rows)
+    return _stacked(title, steps, layers)
+
+
+def draw_staleness(run: RunRecord, title: str) -> Drawing | None:
+    """Stacked shares of a step's trained tokens, by the weight syncs since they were drawn; None without partial rollouts."""
+    metrics = sorted(
+        (name for name in run.metrics() if re.fullmatch(r"rollouts/staleness_\d+", name)),
+        key=lambda name: (len(name), name),
+    )
+    rows = [row for row in run.steps() if metrics and metrics[0] in row]
+    layers = {name.rpartition("_")[2]: [row[name] for row in rows] for name in metrics}
+    drawn = {age: layer for age, layer in layers.items() if any(layer)}
+    return _stacked(title, [row["step"] for row in rows], drawn) if len(rows) > 1 else None
+
+
+def _stacked(title: str, steps: Sequence[float], layers: Mapping[str, Sequence[float]]) -> Drawing:
+    """Layers by name, each with its share of all in the label."""
+    total = sum(map(sum, layers.values()))
+    lines, low = list[Line](), [0.0] * len(steps)
     for number, (name, layer) in enumerate(layers.items()):
         high = [below + value for below, value in zip(low, layer, strict=True)]
         colour = _OTHER if name == "other" else COLOURS[number % len(COLOURS)]
@@ -225,7 +243,7 @@ def _together(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int
 
 
 def _label(seeds: Sequence[RunRecord], metric: str, kinds: int, metrics: int) -> str:
-    name = seeds[0].name if len(seeds) == 1 else f"{seeds[0].name}, {len(seeds)} seeds"
+    name = seeds[0].name if len(seeds) == 1 else f"{recipe_name(seeds[0])}, {len(seeds)} seeds"
     short = metric.removeprefix("eval/").removeprefix("reward/").removeprefix("conversation/")
     return name if metrics == 1 else short if kinds == 1 else f"{name}: {short}"
 

@@ -10,10 +10,19 @@ import yaml
 
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.report import charts
-from megatron_rl.report.charts import CHARTS, COLOURS, WARM_UP_CHARTS, curves, draw, draw_time
+from megatron_rl.report.charts import CHARTS, COLOURS, WARM_UP_CHARTS, curves, draw, draw_staleness, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.html import document, section, table, text
-from megatron_rl.report.run_record import RolloutRow, RunRecord, by_prompt, by_recipe, differing_keys, shown_evaluations
+from megatron_rl.report.run_record import (
+    RolloutRow,
+    RunRecord,
+    by_prompt,
+    by_recipe,
+    differing_keys,
+    recipe_name,
+    shown_evaluations,
+)
+from megatron_rl.report.significance import effects_note, recipe_differences
 from megatron_rl.report.viewer import STYLE, image_data, response_text, turns, viewer
 
 _STYLE = """
@@ -34,25 +43,30 @@ _HELP = (
     '<noscript><p class="look">The charts and the list of all sampled rollouts need scripts.</p></noscript>'
 )
 _TIME = "Seconds per step, by phase"
+_STALENESS = "Share of the tokens, by weight syncs since they were drawn"
 _SHOWN = 8  # rollouts of a group
 _LONG = 700  # characters of a text that are seen at once
 
 
-def render(runs: Sequence[RunRecord]) -> str:
-    """The page for one run, or for several side by side."""
+def render(runs: Sequence[RunRecord], compared: Sequence[str] = ()) -> str:
+    """The page for one run, or for several side by side. `compared`: the metrics whose differences are tested, as
+    `recipe_differences` has them."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     sections = [f"<h1>{text(title)}</h1>", *_heads(runs)]
     top = [section("Findings", _findings(runs)), section("Numbers", [_numbers(runs)])]
     sections += ['<div class="top">', *(f"<div>{''.join(one)}</div>" for one in top), "</div>"]
     drawn = [drawing for chart in CHARTS if (drawing := draw(chart, runs))]
     sections += section("Curves", [_HELP, *curves(drawn, 0)] if drawn else [])
-    times = [draw_time(run, f"{_TIME}: {run.name}" if len(runs) > 1 else _TIME) for run in runs]
+    times = [draw_time(run, _of(run, _TIME, runs)) for run in runs]
+    ages = [draw_staleness(run, _of(run, _STALENESS, runs)) for run in runs]
     sections += section("Where the time went", curves([drawing for drawing in times if drawing], 1))
+    sections += section("How old trained tokens are", curves([drawing for drawing in ages if drawing], 3))
     warm_ups = [warm_up for run in runs if (warm_up := run.warm_up()) is not None]
     warmed = [drawing for chart in WARM_UP_CHARTS if (drawing := draw(chart, warm_ups))]
     sections += section("The warm-up before RL", curves(warmed, 2, steps="warm-up"))
     sections.append(charts.script())
     if len(runs) > 1:
+        sections += section("What difference the recipes made", _effects(runs, compared))
         sections += section("Where the recipes differ", [_differences(runs)])
     sections += section("Rollouts", _rollouts(runs))
     sections += section("All sampled rollouts", viewer(runs))
@@ -60,6 +74,10 @@ def render(runs: Sequence[RunRecord]) -> str:
     folded = "<details><summary>{}</summary><pre>{}</pre></details>"
     sections += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
     return document(title, charts.STYLE + STYLE + _STYLE, sections)
+
+
+def _of(run: RunRecord, title: str, runs: Sequence[RunRecord]) -> str:
+    return f"{title}: {run.name}" if len(runs) > 1 else title
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -138,13 +156,32 @@ def _with_errors(run: RunRecord, name: str) -> list[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
+    """Shows a column per recipe: of several seeds that of the first."""
+    runs = [seeds[0] for seeds in by_recipe(runs)]
     rows = [
         [key, *("–" if value in (None, {}) else str(value) for value in values)]
         for key, values in differing_keys(runs).items()
     ]
     if not rows:
         return "<p>Only in run_dir.</p>"
-    return f'<div class="scroll">{table(["key", *(run.name for run in runs)], rows)}</div>'
+    return f'<div class="scroll">{table(["key", *map(recipe_name, runs)], rows)}</div>'
+
+
+def _effects(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[str]:
+    effects = recipe_differences(runs, metrics)
+    head = ["metric", "recipe", "mean", "difference", "95 % interval", "p", "seeds"]
+    rows = []
+    for effect in effects:
+        by = effect.difference
+        interval = "" if by.interval is None else f"{by.interval[0]:+.3g} to {by.interval[1]:+.3g}"
+        numbers = [f"{effect.means[1]:.4g}", f"{by.mean:+.3g}", interval, f"{by.p:.2g}", str(by.pairs)]
+        rows.append([effect.metric.removeprefix("eval/"), effect.second, *numbers])
+    if not rows:
+        return []
+    return [
+        f'<div class="scroll">{table(head, rows, numbers=5)}</div>',
+        f'<p class="sub">{text(effects_note(effects))}</p>',
+    ]
 
 
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:

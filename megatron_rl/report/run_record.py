@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +88,10 @@ class RunRecord:
     def metrics(self) -> list[str]:
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
+    def is_complete(self) -> bool:
+        """Returns whether the run has taken as many steps as its recipe has."""
+        return bool(self.rows[-1]["step"] >= self.recipe.get("trainer", {}).get("steps", 0))
+
     def steps(self) -> list[Row]:
         """Rows of training steps: without the evaluation before the first."""
         return [row for row in self.rows if row["step"] > 0]
@@ -153,6 +158,12 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
         recipe = {key: value for key, value in leaves(run.recipe) if key not in ("seed", "run_dir")}
         found.setdefault(repr(sorted(recipe.items())), []).append(run)
     return list(found.values())
+
+
+def recipe_name(run: RunRecord) -> str:
+    """Returns the name of a run without its seed: of a sweep's run its line of overrides."""
+    line = re.sub(r"(^|_)seed=\d+", "", re.sub(r"^\d{3}-", "", run.name)).strip("_")
+    return line or run.name
 
 
 def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:

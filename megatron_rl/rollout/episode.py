@@ -53,15 +53,20 @@ class SingleTurn:
         return Request(name, self._sample.prompt_ids, self._sampling, self._seed, images=self._sample.images)
 
     def advance(self, completion: Completion) -> Rollout:
-        return Rollout.single_turn(
-            self._sample,
-            self._index,
-            completion.ids,
-            completion.finish_reason,
-            completion.logprobs,
-            completion.version,
-            completion.experts,
-        )
+        return drawn_rollout(self._sample, self._index, completion)
 
     def unanswered(self, failure: Failure) -> bool:
         return False
+
+
+def drawn_rollout(sample: Sample, index: int, completion: Completion) -> Rollout:
+    """The prompt and what the engine has drawn behind it, which is one segment."""
+    return Rollout.single_turn(
+        sample,
+        index,
+        completion.ids,
+        completion.finish_reason,
+        completion.logprobs,
+        completion.version,
+        completion.experts,
+    )

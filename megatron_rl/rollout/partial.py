@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.data.rollout import Rollout, Rollouts, Segment
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.engine import Completion, Failure, Request
-from megatron_rl.rollout.episode import MakeEpisode
+from megatron_rl.rollout.episode import MakeEpisode, drawn_rollout
 from megatron_rl.rollout.exchange import flatten, sizes_of, unflatten
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime.distributed import ProcessGrid
@@ -91,14 +91,7 @@ class ChunkedTurn:
         return Request((self._sample.id, self._index), tokens, sampling, self._seed, images=self._sample.images)
 
     def advance(self, completion: Completion) -> Rollout:
-        drawn = Rollout.single_turn(
-            self._sample,
-            self._index,
-            completion.ids,
-            completion.finish_reason,
-            completion.logprobs,
-            completion.version,
-        )
+        drawn = drawn_rollout(self._sample, self._index, completion)
         return replace(drawn, segments=[*self._begun.segments, drawn.segments[1]])
 
     def unanswered(self, failure: Failure) -> bool:

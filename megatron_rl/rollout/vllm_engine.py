@@ -17,20 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.base import exact_rows as exact
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.rollout_keys import SpeculationConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.images import ImageReader, PromptImages
-from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
+from megatron_rl.models import HFConfig, Model, model_of, padded_vocab_size, read_hf_config
 from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.gated_delta import GatedDelta
 from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.models.multi_latent import MultiLatent
+from megatron_rl.modules.exact_layers import rotary_table
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine import Completion, EngineError, Request, score_by_queue
-from megatron_rl.runtime import device
+from megatron_rl.runtime import device, leaving
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
@@ -93,7 +95,7 @@ class VllmEngine:
             self.experts = np.dtype((kind, (model.dims["layers"], model.experts.top_k)))
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         self._keeps_prefixes = bool(options["enable_prefix_caching"])
-        gc.freeze()
+        leaving.freeze()
         with environment.engine_start(grid), returning, inspected_here(), TemporaryDirectory() as of_text:
             if hf_config != stored_hf_config(folder):  # the language model's alone
                 write_json(Path(of_text) / "config.json", hf_config)
@@ -101,10 +103,24 @@ class VllmEngine:
             self.llm = LLM(**options)
         gc.enable()
         seam.quiet_reload_messages()
+        if self.config.exact:
+            self._make_exact(model, config.actor.parallel.tensor)
         self.drafts: Drafts | None = None
         if (speculation := self.config.speculation) is not None:
             self.drafts = Drafts(speculation.tokens, speculation.below)
             self.llm.collective_rpc(lambda worker: worker.model_runner.drafter.use(worker.model_runner, self.drafts))
+
+    def _make_exact(self, model: Model, actor_ranks: int) -> None:
+        if unsteady := exact.check_machine():
+            raise EngineError(
+                f"rollout.exact: on this machine a token's {', '.join(unsteady)} (base/exact_rows.py) depends on what is "
+                "computed with it; set it to false"
+            )
+        rows, size = padded_vocab_size(model.dims["vocab"], actor_ranks) // actor_ranks, model.dims["vocab"]
+        shards = [min(rows, size - first) for first in range(0, size, rows)]
+        over_all = bool(model.description.transformer.get("moe_router_pre_softmax"))
+        turns = rotary_table(model)
+        self.llm.collective_rpc("make_exact", args=(turns, shards, over_all))
 
     # -------------------------------------------------------------------------------------------------------- queue
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.runtime import compilers
+from megatron_rl.runtime import compilers, cudnn
 
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
@@ -90,7 +90,7 @@ def _port(environment: Mapping[str, str]) -> int:
 def rank_environment(gpus: int) -> dict[str, str]:
     """Variables that have to be there before a rank imports torch. Variables that the user has set are not overridden (an
     empty one counts as unset), but for Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding.
-    PATH gets this Python's programs.
+    PATH gets this Python's programs, and on a GPU LD_LIBRARY_PATH its cuDNN.
 
     Raises:
         ConfigError: on a GPU, where the folder for compiled kernels is not safe to use.
@@ -114,6 +114,7 @@ def rank_environment(gpus: int) -> dict[str, str]:
     return {
         "PYTHONUTF8": "1",
         "PATH": compilers.search_path(os.environ),
+        **(cudnn.library_variables(os.environ) if gpus else {}),
         **{name: value for name, value in defaults.items() if not os.environ.get(name)},
     }
 

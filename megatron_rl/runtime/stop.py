@@ -27,6 +27,12 @@ class StopRequested(Exception):
         self.signum = signum
 
 
+def stop_code(signum: int) -> int:
+    """128 + the signal for a person's Ctrl-C or kill; REQUEUE for a batch system's signals."""
+    from_batch = signum == signal.SIGUSR1 or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
+    return exit_codes.REQUEUE if from_batch else 128 + signum
+
+
 def hold_back() -> None:
     """Blocks SIGNALS in this process and its children: they stay pending until `let_through`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

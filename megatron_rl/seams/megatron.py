@@ -115,7 +115,7 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, object]]
     zero_grad: Callable[[], None]
     prepare_grads: Callable[[], bool]
-    get_grad_norm: Callable[[], float]
+    get_grad_norm: Callable[[], float | Tensor]  # a tensor on a GPU
     step_with_ready_grads: Callable[[], bool]
     sharded_state_dict: Callable[..., State]
     load_state_dict: Callable[[State], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 # Of an FP8 parameter: its values before they were rounded, in host memory. Megatron-Core's distributed optimizer takes its
 # fp32 masters from them by this getter, once, and clears them; the getter stays.
 EXACT, GET_EXACT = "_high_precision_init_val", "get_high_precision_init_val"
+UNFUSED = "unfused"
 GET_PARTS, SET_PARTS = "prepare_for_saving", "restore_from_saved"  # of an FP8 tensor
 
 
@@ -62,3 +64,9 @@ def holding(parameter: Tensor) -> Callable[[], None]:
             getattr(parameter, SET_PARTS)(originals)
 
     return restore
+
+
+def attention_kernels() -> str:
+    """The kind of kernels that the last attention of this process took: flash, fused (cuDNN's) or `UNFUSED`."""
+    backends = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")._attention_backends
+    return next((kind for kind in ("flash", "fused") if backends[f"use_{kind}_attention"]), UNFUSED)

@@ -7,6 +7,7 @@ one random number. For a small model that is a third of the generation. Both hav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 from megatron_rl.seams import check_parameters
 
@@ -161,8 +163,11 @@ class _Numbers:
 _numbers: WeakKeyDictionary[torch.Generator, _Numbers] = WeakKeyDictionary()
 
 
-def draw_ahead(sampler: TopKTopPSampler) -> None:
-    """From here on a sampler of a CPU draws a request's random numbers many at a time. They are the same numbers."""
+def draw_ahead(sampler: TopKTopPSampler, log_softmax: Callable[[Tensor], Tensor] = Sampler.compute_logprobs) -> None:
+    """From here on a sampler of a CPU draws a request's random numbers many at a time. They are the same numbers.
+
+    `log_softmax`: [tokens, vocabulary] logits to log-probs, which the engine returns.
+    """
     check_parameters(TopKTopPSampler.forward_cpu, FORWARD_CPU)
 
     def next_seed(generator: torch.Generator) -> int:
@@ -180,7 +185,7 @@ def draw_ahead(sampler: TopKTopPSampler) -> None:
         if generators:
             seeds[list(generators)] = torch.tensor([next_seed(generator) for generator in generators.values()])
         drawn = torch.ops._C.fused_gumbel_argmax(logits.float(), seeds)
-        return drawn, logits.log_softmax(dim=-1, dtype=torch.float32)
+        return drawn, log_softmax(logits)
 
     sampler.forward = forward
 

@@ -16,6 +16,9 @@ from megatron_rl.actor.build import DTYPES
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models.registry import created_config
+from megatron_rl.planning.time.hardware import TABLES
+from megatron_rl.planning.time.training import Training
 from megatron_rl.rollout.engine import Request, drain
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import make_sync
@@ -75,6 +78,16 @@ def flops(shape: CreateModelConfig, lengths: list[int]) -> float:
     return products + 6 * shape.layers * queries * sum(length**2 for length in lengths)
 
 
+def predicted_seconds(card: str, shape: CreateModelConfig, config: Config, lengths: list[int]) -> float | None:
+    """Seconds of an update by `plan`'s arithmetic, all tokens in one micro-batch; None for a card that it has no table of."""
+    table = next((table for name, table in TABLES.items() if name.upper() in card), None)
+    if table is None:
+        return None
+    training = Training(model_of(created_config(shape)), config.actor, 1, table)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return (training.passes(1, sum(lengths), pairs, train=True) + training.optimizer()).seconds
+
+
 def update(bench: Bench) -> Figures:
     """Optimizer steps on 16,384 packed tokens, after one that warms up; the fastest."""
     shape = _shape(bench)
@@ -95,6 +108,9 @@ def update(bench: Bench) -> Figures:
         peak = next((value for name, value in _PEAKS.items() if name in torch.cuda.get_device_name()), None)
         if peak is not None:
             figures["MFU of bf16's peak"] = flops(shape, [len(ids) for ids in tokens]) / best / peak
+        predicted = predicted_seconds(torch.cuda.get_device_name(), shape, config, [len(ids) for ids in tokens])
+        if predicted is not None:
+            figures["predicted s"] = predicted
     return figures
 
 

@@ -61,8 +61,8 @@ STEPS = (
         "attention",
         "without_engine.attention",
         "does its attention over packed sequences compute what ours does?",
-        "the attention backend: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 names it; NVTE_FLASH_ATTN=0 or "
-        "NVTE_FUSED_ATTN=0 chooses another",
+        "another cuDNN than the one that torch brought (step `versions`; CUDNN_HOME names a folder); NVTE_DEBUG=1 "
+        "NVTE_DEBUG_LEVEL=2 says why kernels are left out; NVTE_FLASH_ATTN=0 or NVTE_FUSED_ATTN=0 chooses others",
         need="Transformer Engine",
     ),
     SelfTestStep(

@@ -16,6 +16,7 @@ from megatron_rl.config.machine import count_gpus
 from megatron_rl.modules.layers import packed_attention
 from megatron_rl.runtime import device, provenance
 from megatron_rl.seams.megatron import MAIN_GRADIENT
+from megatron_rl.seams.transformer_engine import UNFUSED, attention_kernels
 from megatron_rl.selftest.bench import (
     SHAPE,
     Bench,
@@ -47,7 +48,16 @@ def versions(bench: Bench) -> Figures:
     figures |= {"capability": f"{card.major}.{card.minor}", "CUDA": str(torch.version.cuda)}
     figures |= {"cuDNN": str(torch.backends.cudnn.version()), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     figures["drivers"] = "; ".join(provenance.gpus())
+    if device.has_transformer_engine():
+        theirs = importlib.import_module("transformer_engine.pytorch").get_cudnn_version()
+        if theirs != cudnn_version(torch.backends.cudnn.version()):
+            raise Surprise(f"Transformer Engine has loaded cuDNN {theirs}, torch {torch.backends.cudnn.version()}")
     return figures
+
+
+def cudnn_version(number: int | None) -> tuple[int, int, int] | None:
+    """The version of cuDNN 9 that a number stands for: (9, 20, 0) for 92000."""
+    return None if number is None else (number // 10_000, number // 100 % 100, number % 100)
 
 
 def linear(bench: Bench) -> Figures:
@@ -98,7 +108,14 @@ def attention(bench: Bench) -> Figures:
     out = core(query, key, value, cu_seqlens_q=small, cu_seqlens_kv=small, max_seqlen_q=longest, max_seqlen_kv=longest)
     want = packed_attention(query.float(), key.float(), value.float(), offsets, longest, None).flatten(1)
     difference = float((out.float() - want).abs().max())
-    return {"max difference": expect("the largest difference", difference, 0.03, "bf16 rounding makes")}
+    figures: Figures = {"max difference": expect("the largest difference", difference, 0.03, "bf16 rounding makes")}
+    figures["kernels"] = attention_kernels()
+    if figures["kernels"] == UNFUSED and torch.cuda.get_device_capability() >= HOPPER:
+        raise Surprise(
+            "Transformer Engine attends without fused or flash attention: slow, and its memory grows with the square of the "
+            "length"
+        )
+    return figures
 
 
 def actor(bench: Bench) -> Figures:

@@ -13,7 +13,6 @@ import torch
 
 from megatron_rl.agents.host import Conversations
 from megatron_rl.agents.journal import Resumed
-from megatron_rl.algorithms.shaping import groups_with_variance
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
 from megatron_rl.data.rewards import RewardTable
@@ -33,6 +32,7 @@ from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
 from megatron_rl.trainer.partial_sampling import sample_partial
 from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.resampling import distinct, sample_with_signal
 from megatron_rl.trainer.shown import decode
 from megatron_rl.trainer.state import State
 from megatron_rl.trainer.turn_credit import turn_rewards, turns_of
@@ -122,8 +122,12 @@ class Sampler:
     # -------------------------------------------------------------------------------------------------------- sampling
     def training_prompt(self, position: int) -> Sample:
         """Returns the prompt at a position in the order of the training prompts."""
+        return self.training_prompts(position, 1)[0]
+
+    def training_prompts(self, position: int, count: int) -> list[Sample]:
+        """Returns the prompts from a position on."""
         assert self.order is not None  # an evaluation takes no training prompts
-        return self.prompts.train[self.order.take(position, 1)[0]]
+        return [self.prompts.train[i] for i in self.order.take(position, count)]
 
     def read_waiting(self, path: Path) -> Waiting:
         """Reads what waits in a checkpoint."""
@@ -132,8 +136,7 @@ class Sampler:
     def sample(self, step: int, state: State) -> tuple[Rollouts, State]:
         """A group of scored rollouts of each of the next prompts; and the state with these prompts taken.
 
-        With dynamic sampling (`algorithm.resample_rounds`) groups without signal are replaced by further prompts until
-        `trainer.prompts_per_step` groups have one or the rounds are used up; groups in excess are left out.
+        With dynamic sampling (`algorithm.resample_rounds`) groups without signal are replaced.
         """
         config = self.config
         self.scorer.begin_step(step)
@@ -145,32 +148,24 @@ class Sampler:
             with self.timer("reward"):
                 self.score(drawn, by_token=True)
             return drawn, state
-        position = state.position
-        needed, group_size = config.trainer.prompts_per_step, config.rollout.group_size
-        sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
-        accepted: Rollouts | None = None
-        rounds = config.algorithm.resample_rounds if config.algorithm.drop_zero_variance_groups else 0
-        for round_ in range(rounds + 1):
-            assert self.order is not None  # an evaluation takes no training prompts
-            taken = accepted.samples if accepted else []
-            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, needed)], taken)
-            position += needed
-            drawn = self._scored_rollouts(samples, group_size, sampling, step, by_token=True)
-            if config.algorithm.credit == "turn":
-                drawn.turns = turns_of(self.grid, drawn)
-            self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
-            if self._read:
-                self._counters["conversation/prefix_hit_share"] = self._read["cached"] / self._read["tokens"]
-            if not rounds:
-                return drawn, replace(state, position=position)
-            signal = groups_with_variance(self.reward_table(drawn), config.algorithm.zero_variance_rewards).tolist()
-            more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: needed - len(taken)])
-            accepted = accepted + more if accepted else more
-            self._counters["rollouts/rounds"] = round_ + 1
-            if len(accepted.samples) == needed:
-                break
-        # With nothing to learn from in any round, the step reports it, and leaves the weights.
-        return accepted or drawn, replace(state, position=position)
+        if config.algorithm.resample_rounds:
+            drawn, state, metrics = sample_with_signal(self, step, state)
+            self._counters |= metrics
+            return drawn, state
+        count = config.trainer.prompts_per_step
+        drawn = self.scored_groups(distinct(self.training_prompts(state.position, count), []), step)
+        return drawn, replace(state, position=state.position + count)
+
+    def scored_groups(self, samples: Sequence[Sample], step: int) -> Rollouts:
+        """A step's scored groups of these prompts."""
+        sampling = Sampling(self.config.rollout.temperature, 1.0, self.config.rollout.max_tokens)
+        drawn = self._scored_rollouts(samples, self.config.rollout.group_size, sampling, step, by_token=True)
+        if self.config.algorithm.credit == "turn":
+            drawn.turns = turns_of(self.grid, drawn)
+        self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
+        if self._read:
+            self._counters["conversation/prefix_hit_share"] = self._read["cached"] / self._read["tokens"]
+        return drawn
 
     def sample_greedily(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """One scored greedy rollout per sample (ReMax's baseline)."""
@@ -353,9 +348,3 @@ class Sampler:
             drawn = torch.from_numpy(greedy.rewards)  # one that was not scored: as if it were its prompt's average
             table.greedy = torch.where(drawn.isnan(), table.filled.mean(1), drawn)
         return table
-
-
-def _distinct(samples: Sequence[Sample], taken: Sequence[Sample]) -> list[Sample]:
-    """A prompt comes once per step, also where the step is longer than the epoch: groups are formed by prompt id."""
-    seen = {sample.id for sample in taken}
-    return [sample for sample in samples if not (sample.id in seen or seen.add(sample.id))]  # type: ignore[func-returns-value]

@@ -23,12 +23,14 @@ class State:
     warm_up: int = 0  # SFT steps of the warm-up before RL done
     position: int = 0  # training prompts taken
     warming_up: bool = False  # in the SFT steps before RL
+    groups_drawn: int = 0  # with dynamic sampling: until the last step had its groups; 0: before the first
     waiting: Waiting | None = None  # with partial rollouts: what is open; None: nothing
 
     @classmethod
     def of(cls, saved: SavedState) -> State:
         progress = saved["progress"]
-        return cls(progress["step"], progress["warm_up"], progress["position"], saved.get("warm_up", False))
+        so_far = progress["step"], progress["warm_up"], progress["position"], saved.get("warm_up", False)
+        return cls(*so_far, progress.get("groups_drawn", 0))
 
     @property
     def stage_step(self) -> int:
@@ -36,4 +38,5 @@ class State:
         return self.warm_up if self.warming_up else self.step
 
     def progress(self) -> dict[str, int]:
-        return {"step": self.step, "warm_up": self.warm_up, "position": self.position}
+        drawn = {"groups_drawn": self.groups_drawn} if self.groups_drawn else {}
+        return {"step": self.step, "warm_up": self.warm_up, "position": self.position} | drawn

@@ -197,16 +197,18 @@ def update(actor: Actor, batch: TokenBatch, scale: float) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ with PEFT
 def with_peft(base: Path, adapter: Path) -> Any:
+    """In float64, so that what differs is the actor's rounding alone."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(in_transformers(base), adapter, is_trainable=True).eval()
+    return PeftModel.from_pretrained(in_transformers(base), adapter, is_trainable=True).double().eval()
 
 
 def in_transformers(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto = AutoModelForImageTextToText if (folder / "preprocessor_config.json").is_file() else AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return auto.from_pretrained(folder, dtype=torch.float32, **plain)
 
 
 def in_files(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tolerance import LOG_PROB
+
 from .layouts import distance
 from .lora import ALPHA, ByHand, Layout, in_files, in_transformers, make, peft_scores, peft_update, run, with_peft
 from .processes import spawn
@@ -136,9 +138,11 @@ def test_adapters_learn_what_pefts_learn(root: Path, references: dict[str, Any],
     for when in ("fresh", "before", "reference", "after"):
         assert own[when].keys() == want[when].keys()
         for row, scores in want[when].items():
-            torch.testing.assert_close(
-                own[when][row], scores.detach().float(), rtol=1e-5, atol=1e-4, msg=f"{when} {row}"
-            )
+            # After the update the adapters' own errors add to a score's, as shares of what the update moves.
+            moved = float((scores - want["before"][row]).detach().abs().max()) if when == "after" else 0.0
+            allowed = LOG_PROB + 2 * TOLERANCE * moved
+            error = (own[when][row] - scores.detach()).abs() - TOLERANCE * scores.detach().abs()
+            assert float(error.max()) < allowed, (when, row)
     begin = _tensors(root / layout.model / "begin")
     assert own["adapters"].keys() == want["adapters"].keys() == begin.keys()
     for name, value in want["adapters"].items():

@@ -146,3 +146,15 @@ def test_state_that_comes_back_is_waited_for_after_the_backward_pass(root: Path)
     ranks.close()
     # The second minibatch's old log-probs, then two updates.
     assert [name for name, _ in groupby(order)] == ["run", "wait", "run", "wait"]
+
+
+def test_a_gradient_norm_that_is_a_tensor_as_on_a_gpu_becomes_a_number(root: Path) -> None:
+    """Metrics are printed and written as JSON: the first run on a card ended with the first line of its progress."""
+    actor = ranks.make_actor(root, KINDS[0])
+    try:
+        norm = actor.optimizer.get_grad_norm
+        with mock.patch.object(actor.optimizer, "get_grad_norm", side_effect=lambda: torch.as_tensor(norm())):
+            metrics = ranks.learn(actor, seed=1, groups=2)
+    finally:
+        ranks.close()
+    assert isinstance(metrics["actor/grad_norm"], float)

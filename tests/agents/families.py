@@ -113,16 +113,19 @@ GLM4 = (
     "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Roles are tokens that are not called special, arguments are joined to text, and the template opens the thinking.
+# Roles are tokens that are not called special, arguments are joined to text, and the template opens the thinking. Only the
+# first calls and the first results of a conversation have what begins such; where a turn calls again, what was behind the
+# results before it is left out.
 DEEPSEEK = (
-    "{{ bos_token }}{% set ns = namespace(tool=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if not ns.tool %}<｜tool▁outputs▁begin｜>{% endif %}{% set ns.tool = true %}"
-    "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% else %}{% if ns.tool %}<｜tool▁outputs▁end｜>{% endif %}"
-    "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.role == 'system' %}{{ m.content }}{% else %}"
-    "{% if not ns.tool %}<｜Assistant｜>{% endif %}{{ m.content.split('</think>')[-1] }}{% if 'tool_calls' in m %}"
-    "<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}\n"
-    "```json\n{{ '' + c.function.arguments + '' }}\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% endif %}"
-    "{{ eos_token }}{% endif %}{% set ns.tool = false %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% set ns = namespace(tool=false, called=false, replied=false) %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if not ns.replied %}<｜tool▁outputs▁begin｜>{% endif %}{% set ns.replied = true %}"
+    "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% elif m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'system' %}{{ m.content }}{% elif 'tool_calls' in m %}{% for c in m.tool_calls %}"
+    "{% if ns.called %}{{ '\n' }}{% else %}<｜Assistant｜>{{ m.content }}<｜tool▁calls▁begin｜>{% endif %}"
+    "{% set ns.called = true %}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}\n"
+    "```json\n{{ '' + c.function.arguments + '' }}\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{{ eos_token }}"
+    "{% else %}{{ '<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>' }}{{ m.content.split('</think>')[-1] }}"
+    "{{ eos_token }}{% endif %}{% set ns.tool = m.role == 'tool' %}{% endfor %}"
     "{% if ns.tool %}<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
 # No token ends a turn in the text, as in the models that tests make.

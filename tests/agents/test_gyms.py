@@ -147,6 +147,11 @@ def test_an_environment_that_has_not_been_made_is_refused_with_the_command(
             make_agent(name, **params)
 
 
+def test_a_gym_gives_one_number_per_conversation_which_credit_by_turn_refuses() -> None:
+    for name, params in (("verifiers", {"environment": ENVIRONMENT}), ("nemo_gym", {"config_paths": ["a.yaml"]})):
+        assert not make_agent(name, **params).rewards_turns
+
+
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [

@@ -19,11 +19,6 @@ from tests.agents import talking
 TEXTS = ["what is 1+1?", "say something.", "who are you?"]
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return talking.tokenizer(tmp_path_factory.mktemp("words"))
-
-
 class Step:
     """A step's conversations, held with what is in a folder of journals."""
 

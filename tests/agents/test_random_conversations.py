@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.agents.conversing import THINK, Conversation, had
+from tests.agents.conversing import THINK, Conversation, Turn, had
 from tests.agents.families import FAMILIES, Family
 
 COUNT = int(os.environ.get("CONVERSATIONS", "125"))
@@ -23,9 +23,8 @@ ENDS = {
     "llama3.1": "<|eot_id|>",
     "mistral": "</s>",
     "gpt-oss": "<|end|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
 }
-ENDS["deepseek"] = "<｜end▁of▁sentence｜>"
-GLM_ROLES = {"user": "<|user|>", "tool": "<|observation|>"}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -58,48 +57,45 @@ def check_tokens(conversation: Conversation) -> None:
 
 
 def check_structure(conversation: Conversation) -> None:
-    """The special tokens, but those within turns that the template would not have written, are those of its own rendering."""
-    assert names(conversation, structure(conversation)) == names(conversation, by_template(conversation))
+    """The special tokens that a request has before its first turn and behind each are those that the template writes there,
+    given the conversation up to the request: some templates write a turn otherwise once others follow."""
+    messages, requests = conversation.messages, conversation.requests
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assert special(conversation, requests[0]) == by_template(conversation, places[0], True)
+    for number, turn in enumerate(conversation.turns):
+        given = requests[number + 1][len(requests[number]) + len(turn.ids) :]
+        following = [*places, len(messages)][number + 1]
+        expected = behind(conversation, turn, places[number], following)
+        assert special(conversation, given) == expected, f"behind turn {number}"
 
 
-def names(conversation: Conversation, ids: list[int]) -> list[str]:
-    return [conversation.tokenizer.convert_ids_to_tokens(i) for i in ids]
+def behind(conversation: Conversation, turn: Turn, place: int, following: int) -> list[str]:
+    """What the template writes behind the turn that is message `place`, up to the turn that is message `following`."""
+    family = conversation.family.name
+    last = conversation.tokenizer.convert_ids_to_tokens(turn.ids[-1]) if turn.finish_reason == "stop" else None
+    through = by_template(conversation, place + 1, False)
+    written = by_template(conversation, following, True)
+    size = len(through) - (family in ENDS)  # GPT-OSS ends the last turn by another token than earlier ones
+    assert written[:size] == through[:size]
+    text = written[size:]
+    if family in ENDS:
+        assert text[0] == ENDS[family] or last == text[0] == "<|call|>"
+    ended = last is not None and (
+        family in ENDS or text[:1] == [last]
+    )  # GLM's turns end with what the next message begins
+    return text[ended:]
 
 
-def special(conversation: Conversation, ids: list[int]) -> list[int]:
+def special(conversation: Conversation, ids: list[int]) -> list[str]:
     added = conversation.tokenizer.added_tokens_decoder
-    return [i for i in ids if i in added and added[i].content not in THINK]
+    return [added[i].content for i in ids if i in added and added[i].content not in THINK]
 
 
-def structure(conversation: Conversation) -> list[int]:
-    tokenizer, family = conversation.tokenizer, conversation.family
-    ids, at = special(conversation, conversation.requests[0]), len(conversation.requests[0])
-    end = ENDS.get(family.name)
-    places = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    for turn, request, place in zip(conversation.turns, conversation.requests[1:], places, strict=True):
-        at += len(turn.ids)
-        ended = turn.finish_reason == "stop"
-        within = turn.ids[:-1] if ended else turn.ids
-        if not turn.faithful:
-            within = tokenizer(family.begins, add_special_tokens=False)["input_ids"] if family.begins else []
-        ids += special(conversation, within)
-        last, appended = turn.ids[-1], request[at:]
-        if ended and end is not None:
-            called = tokenizer.convert_ids_to_tokens(last) == "<|call|>"
-            ids.append(last if called else tokenizer.convert_tokens_to_ids(end))
-        next_role = str(conversation.messages[place + 1]["role"])
-        if ended and family.name == "glm4" and tokenizer.convert_ids_to_tokens(last) == GLM_ROLES[next_role]:
-            ids.append(last)  # it is the next message's first token too
-        ids += special(conversation, appended)
-        at = len(request)
-    return ids
-
-
-def by_template(conversation: Conversation) -> list[int]:
-    """Of the whole conversation at once, in harmless words."""
-    messages = [harmless(message) for message in conversation.messages]
+def by_template(conversation: Conversation, count: int, add_generation_prompt: bool) -> list[str]:
+    """Of the first messages, in harmless words."""
+    messages = [harmless(message) for message in conversation.messages[:count]]
     tools: Any = conversation.sample.metadata.get("tools")
-    text = conversation.renderer.text(messages, tools, True)
+    text = conversation.renderer.text(messages, tools, add_generation_prompt)
     return special(conversation, conversation.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -34,11 +34,6 @@ WHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return talking.tokenizer(tmp_path_factory.mktemp("walks"))
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[dict[str, Any]]:
     """A server that speaks OpenEnv's protocol about walks. What environments get is told to `reset`, as with any server."""
 

@@ -22,7 +22,7 @@ from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.tasks.tokenizing import encode, template_params
 from tests.agents import talking
 from tests.agents.conversing import PROPERTIES, TOOLS, renderer_of, tokenizer_of
-from tests.agents.test_conversations import Talks, words  # noqa: F401
+from tests.agents.talks import Talks
 
 END = 0  # <|im_end|>
 USER: Message = {"role": "user", "content": "Look."}
@@ -180,7 +180,7 @@ def test_of_random_trees_every_drawn_token_is_trained_on_once_behind_what_it_was
 
 # -------------------------------------------------------------------------------------------------------- conversations
 @pytest.fixture
-def talks(tmp_path: Path, words: Any) -> Talks:  # noqa: F811
+def talks(tmp_path: Path, words: Any) -> Talks:
     return Talks(tmp_path, words)
 
 

@@ -225,6 +225,21 @@ def test_10_arguments_are_text_where_the_template_joins_them_to_text() -> None:
     assert conversation.tokenizer.decode(after(conversation, AGAIN)) == "<｜User｜>And now?<｜Assistant｜><think>\n"
 
 
+def test_10_calls_behind_results_go_on_with_what_the_model_saw() -> None:
+    """The template leaves it out once there are such calls, which is said."""
+    conversation, result = begun("deepseek"), "<｜tool▁outputs▁end｜>"
+    assert f"{result!r}, behind a tool's reply, is left out" in str(conversation.renderer.rewrites())
+    for number in range(2):
+        call = {"id": f"call{number:05d}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        ids = ids_of("deepseek", f"</think>{number}<｜end▁of▁sentence｜>")
+        answer(conversation, Turn(ids, [-1.0] * len(ids), "stop", False, message))
+        appended = after(conversation, {"role": "tool", "content": "r", "tool_call_id": call["id"]})
+    text = conversation.tokenizer.decode([*conversation.rollout.tokens, *appended])
+    assert f"r<｜tool▁output▁end｜>{result}</think>1<｜end▁of▁sentence｜><｜tool▁output▁begin｜>" in text
+    assert text.count(result) == 2
+
+
 def test_11_reasoning_that_a_client_leaves_out_is_no_difference() -> None:
     conversation = begun("qwen3")
     message = drawn(conversation, ids_of("qwen3", f"<think>\nHm.\n</think>\n\nYes.{END}"))

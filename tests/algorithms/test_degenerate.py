@@ -96,6 +96,15 @@ def test_group_of_two() -> None:
     assert make_advantage_estimator("rloo")(pair).advantages[0].tolist() == pytest.approx([-0.5, 0.5])
 
 
+def test_shrinkage_with_a_weight_of_ones_own_lies_between_rloo_and_bloo() -> None:
+    rewards = table([[0.0, 1.0, 1.0], [0.5, 0.0, 2.0], [0.3, 0.1, 0.0]])
+    rloo, bloo = (make_advantage_estimator(name)(rewards).advantages for name in ("rloo", "bloo"))
+    for weight in (0.0, 0.4, 1.0):
+        result = make_advantage_estimator("shrinkage", weight=weight)(rewards)
+        torch.testing.assert_close(result.advantages, (1 - weight) * rloo + weight * bloo, rtol=1e-12, atol=1e-12)
+        assert result.metrics["shrinkage/lambda"] == pytest.approx(weight)
+
+
 def test_shrinkage_refuses_groups_of_one() -> None:
     with pytest.raises(ValueError, match="at least 2 rollouts per prompt; prompt 1 has 1"):
         make_advantage_estimator("shrinkage")(table([[0.0, 1.0], [0.5, 0.0]], valid=torch.tensor([[1, 1], [1, 0]]) > 0))

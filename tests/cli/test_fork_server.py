@@ -7,10 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from megatron_rl.config import load_recipe
+from megatron_rl.launch.ranks import imports_of
 from megatron_rl.runtime import fork_server
+from megatron_rl.trainer.rank import imports, imports_with_gym
 from tests.cli.launched import Launched, is_running, wait_until
 
 HERE = """
@@ -161,3 +165,11 @@ def test_ranks_do_not_begin_without_their_launcher(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "module"), [("cpu/quickstart.yaml", imports_with_gym), ("cpu/python_maths.yaml", imports)]
+)
+def test_what_only_some_recipes_need_is_imported_for_those(recipe: str, module: ModuleType) -> None:
+    assert imports_of(load_recipe(Path("recipes") / recipe)) == module.__name__
+    assert callable(module.import_all)

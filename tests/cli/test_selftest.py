@@ -12,7 +12,8 @@ from megatron_rl import cli
 from megatron_rl.commands import selftest
 from megatron_rl.config import Machine, check, check_machine, load_recipe
 from megatron_rl.runtime.spawn import RanksOutcome
-from megatron_rl.selftest.bench import Bench
+from megatron_rl.selftest import speed, without_engine
+from megatron_rl.selftest.bench import RECIPE, Bench
 from megatron_rl.selftest.results import FAILED, OK, Result
 from megatron_rl.selftest.steps import STEPS
 from tests import warm
@@ -115,10 +116,30 @@ def test_what_a_node_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_options_of_every_step_are_a_recipes(tmp_path: Path) -> None:
-    from megatron_rl.selftest.bench import RECIPE
-
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     for step in STEPS:
         own = [f"run_dir={tmp_path / 'run'}", "model.create.layers=8", "model.create.kv_heads=4", *step.overrides]
         machine = Machine(gpus=2, world_size=1, local_world_size=1)
         check_machine(check(load_recipe(tmp_path / "recipe.yaml", own), machine=machine), machine)
+
+
+def test_torchs_number_of_cudnn_is_the_version_that_transformer_engine_says() -> None:
+    assert without_engine.cudnn_version(92000) == (9, 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "seconds"),
+    [
+        ("actor.recompute=none", 16384 / 36823),
+        ("actor.recompute=full", 16384 / 30795),
+        ("actor.fp8.recipe=blockwise", 16384 / 44460),
+    ],
+)
+def test_what_an_update_is_predicted_to_take_is_what_plan_says(tmp_path: Path, override: str, seconds: float) -> None:
+    """The figures of docs/gpu.md, which `plan` gave for one micro-batch of this shape."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    config = load_recipe(path, [f"run_dir={tmp_path}", "model.path=x", override])
+    found = speed.predicted_seconds("NVIDIA H200", speed._8B, config, [4096] * 4)
+    assert found == pytest.approx(seconds, rel=0.01)
+    assert speed.predicted_seconds("NVIDIA L40S", speed._8B, config, [4096] * 4) is None

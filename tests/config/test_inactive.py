@@ -44,7 +44,7 @@ ALWAYS = {
     "algorithm.correction: weight filters",
     "algorithm.overlong: share",
     "rollout: tensor_parallel expert_parallel fp8 group_size max_prompt_tokens max_tokens temperature too_long",
-    "rollout: memory_fraction partial",
+    "rollout: memory_fraction partial exact",
     "rollout: cpu_cache_gib max_concurrent async_scheduling sync sync_check_every sync_check_rollouts sync_tolerance",
     "rollout: speculation",
     "rollout.speculation: tokens below",

@@ -62,7 +62,7 @@ def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
 
 def test_extra_states_are_those_of_transformer_engines_modules(tmp_path: Path) -> None:
     """Linear layers, norms and attention; per layer, per expert; but no embedding and no router."""
-    sizes = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    sizes = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 2}
     model = SourceModel.read(tiny.write(tmp_path / "source", "qwen3_moe", **sizes))
     attention = ("core_attention", "k_layernorm", "linear_proj", "linear_qkv", "q_layernorm")
     layer = ("pre_mlp_layernorm", *(f"self_attention.{module}" for module in attention))
@@ -129,7 +129,7 @@ def test_fp8_is_within_half_a_step_of_every_weight_and_read_by_its_readers(tmp_p
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     sizes = {"hidden_size": 192, "moe_intermediate_size": 136, "num_hidden_layers": 1, "num_experts": 2}
-    source = tiny.write(tmp_path / "source", "qwen3_moe", **sizes, num_experts_per_tok=1)
+    source = tiny.write(tmp_path / "source", "qwen3_moe", **sizes, num_experts_per_tok=2)
     to_megatron(source, tmp_path / "megatron")
     task = to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype="fp8")
     assert compare(task, tmp_path / "fp8", 1)

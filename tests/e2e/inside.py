@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def main(run_dir: Path) -> None:
         config.algorithm = algorithm_config(section)
         run.learner.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
         run.sampler.scorer = Scorer(config.rewards, run.learner.algorithm.estimator.needs.columns)
+        if config.algorithm.resample_rounds:
+            draw_ahead(run)
         step(run)
         weights = [parameter for chunk in run.learner.actor.chunks for parameter in chunk.parameters()]
         assert not any(weight.untyped_storage().nbytes() for weight in weights)
@@ -95,6 +98,24 @@ def main(run_dir: Path) -> None:
         (run_dir / "faults.json").write_text(json.dumps(faults))
     run.close()
     distributed.shutdown()
+
+
+def draw_ahead(run: Any) -> None:
+    """Fails where groups that are drawn ahead are others than those drawn round by round."""
+    drawn = []
+    for ahead, before in ((False, 0), (True, 0), (True, 13)):
+        run.config.algorithm.resample_ahead = ahead
+        rollouts, after = run.sampler.sample(run.state.step + 1, replace(run.state, groups_drawn=before))
+        rounds = run.sampler.take_counters()["rollouts/rounds"]
+        facts = rollouts.facts[[name for name in rollouts.facts.dtype.names if name != "source"]]
+        tokens = {
+            row: [(one.ids.tolist(), one.logprobs is not None and one.logprobs.tobytes()) for one in rollout.segments]
+            for row, rollout in rollouts.held.items()
+        }
+        names = [sample.id for sample in rollouts.samples]
+        drawn.append((names, facts.tolist(), tokens, rollouts.rewards.tolist(), after, rounds))
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert rounds > 1, "no group was replaced"
 
 
 def damage_sync(run: Any) -> dict[str, str]:

@@ -16,8 +16,9 @@ from tests.evaluation.recomputed import evaluation
 
 from . import inside
 from .conftest import Finished
-from .figures import ROOT, TABLE, Elsewhere, Measured, Policy, Step, agrees, documented, expected, wrong
+from .figures import ROOT, TABLE, Elsewhere, Measured, agrees, documented, expected, wrong
 from .job import RECIPE, rows, samples
+from .recorded_steps import Policy, Step
 
 STEPS = RECIPE["trainer"]["steps"]
 ELSEWHERE = {name for name, entry in TABLE.items() if isinstance(entry, Elsewhere)}

@@ -56,7 +56,7 @@ def test_awpo_asks_for_the_judge_and_only_awpo(steps: dict[str, dict[str, Any]])
 def test_dynamic_sampling_replaces_groups_without_signal(steps: dict[str, dict[str, Any]]) -> None:
     row = steps["dapo"]
     assert 1 <= row["rollouts/rounds"] <= 3
-    assert row["rollouts/sampled"] == 32 * row["rollouts/rounds"]
+    assert 32 <= row["rollouts/sampled"] <= 96  # what is drawn ahead is no multiple of a round
     assert row["groups/signal_share"] == 1
     assert 1 <= row["groups/trained"] <= RECIPE["trainer"]["prompts_per_step"]
     assert "rollouts/rounds" not in steps["grpo"]

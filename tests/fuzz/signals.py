@@ -43,14 +43,13 @@ sys.path.insert(0, folder := sys.argv.pop())
 import os
 os.environ["PYTHONPATH"] = folder
 rank_job.MODULE = "rank"
-ranks.IMPORTS = "imported"
+ranks.imports_of = lambda config: "imported"
 sys.exit(entry.main())
 """
 RANK = """
 import sys, time
 time.sleep(0.1)
-from megatron_rl.runtime.stop import StopFlag
-from megatron_rl.trainer.rank.attempt import stop_code
+from megatron_rl.runtime.stop import StopFlag, stop_code
 stop = StopFlag()
 while not stop.signum:
     time.sleep(0.01)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.warm import python
 
+from . import jobs
 from .cluster import Cluster, missing_programs
 
 
@@ -18,6 +21,16 @@ def need(*programs: str) -> None:
         pytest.fail(f"no {', '.join(missing)}")
     if missing:
         pytest.skip(f"no {', '.join(missing)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checks_are_forks() -> Iterator[None]:
+    """Where Slurm is stood in for: a check of a recipe takes a process of its own a second, and scripts make eighty."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mrl-venv-", dir="/tmp") as folder,
+        python(Path(folder, "venv")) as jobs.VENV,
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from e2e.job import CHAIN_SUM, RECIPE, rows, untimed
 from .cluster import Cluster
 
 REPOSITORY = Path(__file__).parents[2]
+VENV = Path(sys.prefix)  # of scripts without a cluster; `conftest.checks_are_forks` has another
 # Two nodes of one process each: a rollout engine per node, gradients summed over both; an estimator with a state.
 SMALL: dict[str, Any] = {
     **RECIPE,
@@ -96,7 +97,7 @@ def submit_refused(cluster: Cluster, folder: Path, *arguments: str) -> str:
     """What `slurm/submit.sh` says when it does not submit."""
     done = subprocess.run(
         [str(REPOSITORY / "slurm" / "submit.sh"), *arguments],
-        env=cluster.environment({"MEGATRON_RL_SITE": str(write_site(folder))}),
+        env=cluster.environment({"MEGATRON_RL_SITE": str(write_site(folder, venv=VENV))}),
         capture_output=True,
         text=True,
         timeout=60,

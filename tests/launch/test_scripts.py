@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.attempts import new_attempt
 from megatron_rl.runtime.owner import Ownership
 
+from . import jobs
 from .jobs import REPOSITORY, write_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,7 +59,7 @@ class Batch:
         for name, text in {**STAND_INS, "srun": srun}.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        (folder / "site.sh").write_text(f"VENV={sys.prefix}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
+        (folder / "site.sh").write_text(f"VENV={jobs.VENV}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
         self.folder, self.path = folder, folder / "record"
         variables = {
             "PATH": f"{programs}:{os.environ['PATH']}",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from . import jobs
 from .jobs import REPOSITORY, write_recipe
 
 SBATCH = """#!/usr/bin/env bash
@@ -35,7 +35,7 @@ class Submission:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         record.unlink(missing_ok=True)
-        (folder / "site.sh").write_text(f"VENV={sys.prefix}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
+        (folder / "site.sh").write_text(f"VENV={jobs.VENV}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
         variables = {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "RECORD": str(record),

@@ -260,3 +260,13 @@ def test_the_largest_models_are_counted_from_their_shapes(name: str, parameters:
     """Without the layers that predict further tokens: 671 B, 1 T and 106 B are published."""
     model = model_of(published_config(name) or {})
     assert sum(math.prod(t.sizes(model.dims)) for rule in model.weights() for t in rule.hf) == parameters
+
+
+def test_what_megatron_refuses_or_cannot_turn_is_refused_beforehand() -> None:
+    """Random layouts found both: one by an error at the start, one in the first forward pass."""
+    experts, dense = PUBLISHED["Qwen3-30B-A3B"][0], PUBLISHED["Qwen3-8B"][0]
+    with pytest.raises(ValueError, match="num_experts_per_tok = 1 with normalised weights"):
+        model_of({**experts, "num_experts_per_tok": 1, "norm_topk_prob": True})
+    assert model_of({**experts, "num_experts_per_tok": 1, "norm_topk_prob": False}).expert_count == 128
+    with pytest.raises(ValueError, match="heads of 127 numbers"):
+        model_of({**dense, "head_dim": 127})

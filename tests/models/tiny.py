@@ -109,8 +109,8 @@ VARIANTS |= {
 VOCAB = 61  # odd: needs padding in every layout with tensor parallelism
 
 
-def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
-    """A model folder with random values in every tensor, norms and biases included."""
+def configuration(variant: str, **changes: Any) -> Any:
+    """transformers' configuration of a variant."""
     import transformers
 
     name, special = VARIANTS[variant]
@@ -127,7 +127,14 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
     }
     if "Moe" in name and not name.startswith("Glm"):
         sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-    config = getattr(transformers, name)(**{**sizes, **special, **changes})
+    return getattr(transformers, name)(**{**sizes, **special, **changes})
+
+
+def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
+    """A model folder with random values in every tensor, norms and biases included."""
+    import transformers
+
+    name, config = VARIANTS[variant][0], configuration(variant, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

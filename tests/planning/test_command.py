@@ -47,8 +47,23 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "responses of 512 in the mean, the longest about 512" in text
     assert "recorded, of 4 prompts" in text
     assert "one step off, " in text
-    assert text.count("not in this product") == 1
+    assert text.count("not in this product") == 2
     assert "goodput" not in text  # nothing is known of failures
+
+
+def test_groups_that_are_replaced_and_drafts_are_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "rollout.speculation.tokens=4"]) == 0
+    text = capsys.readouterr().out
+    assert "as if every group had a signal" in text
+    assert "without drafts (rollout.speculation)" in text
+    seconds = []
+    for ahead in ("true", "false"):
+        assert main([*PLAN, "--signal-share", "0.6", f"algorithm.resample_ahead={ahead}"]) == 0
+        [line] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("synchronous, resampled")]
+        assert ("ahead" in line) == (ahead == "true")
+        seconds.append(float(line.split()[-4]))
+    assert seconds[0] < seconds[1]
+    assert "partial" not in text.partition("synchronous, resampled")[2]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,12 @@ def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytes
         (["--simulated-steps", "2"], "--simulated-steps has no effect here: it needs --simulate"),
         (["--drawn-before"], "--drawn-before has no effect here: it needs --simulate"),
         (["--judge-seconds", "4"], "--judge-seconds has no effect here: it needs --simulate"),
+        (["--signal-share", "0.5"], "--signal-share has no effect here: it needs --simulate"),
+        (["--simulate", "--signal-share", "1.5"], "--signal-share: a share is at most 1, not 1.5"),
+        (
+            ["--simulate", "--signal-share", "0.5", "algorithm.resample_rounds=0"],
+            "--signal-share has no effect here: it needs algorithm.resample_rounds",
+        ),
         (["--mtbf-hours", "4"], "--mtbf-hours has no effect here: it needs --simulate"),
         (["--fp8"], "--fp8 has no effect here: it needs --search"),
         (["--headroom-gib", "0"], "--headroom-gib has no effect here: it needs --search"),

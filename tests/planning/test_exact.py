@@ -199,7 +199,7 @@ def test_a_checkpoint_copies_what_is_planned(built: dict[str, list[Any]]) -> Non
 
 @functools.cache
 def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
-    """Recipe, GPUs and the model's config.json of every recipe that names GPUs, one of each layout."""
+    """Recipe, GPUs and the model's config.json of recipes that name GPUs, one of each architecture and layout."""
     found: dict[str, tuple[str, int, dict[str, Any]]] = {}
     for name in runnable():
         config = loaded(name)
@@ -211,8 +211,9 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
         actor = config.actor
         key = json.dumps(
             [
-                *(world, Path(config.model.path).name, vars(actor.parallel), actor.optimizer.distributed),
-                *(actor.lora and actor.lora.rank, actor.fp8 is not None),
+                *(model["architectures"], model.get("tie_word_embeddings"), vars(actor.parallel)),
+                *(actor.recompute, actor.recompute_modules, actor.optimizer.distributed),
+                *(actor.lora is not None, actor.fp8 is not None),
             ]
         )
         found.setdefault(key, (name, world, dict(model)))
@@ -272,7 +273,7 @@ def test_kinds_of_optimizer_take_what_the_arithmetic_says(counted: dict[str, lis
     assert loads[2] > 0  # weights beside their buffer, which an optimizer is no larger than any more
 
 
-def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[str, list[Any]]) -> None:
+def test_the_arithmetic_is_near_what_is_counted_of_every_layout(counted: dict[str, list[Any]]) -> None:
     """State within 2 %, passes within 10 %."""
     for (name, world, model), ranks in zip(of_recipes(), counted["recipes"], strict=True):
         assert not isinstance(ranks, str), f"{name}: {ranks}"

@@ -71,5 +71,5 @@ def test_steps_and_checkpoints(tmp_path: Path) -> None:
         assert 0 < max(line["y"]) <= 4 * 8 * 512
         assert line["y"][-1] == 0
         assert line["x"] == sorted(line["x"])
-    assert [len(drawing["lines"]) for drawing in (decoded, goodput)] == [3, 1]
+    assert [len(drawing["lines"]) for drawing in (decoded, goodput)] == [4, 1]
     assert main([*PLAN, "--html", str(tmp_path / "no" / "folder.html")]) == 1

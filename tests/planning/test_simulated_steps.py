@@ -20,7 +20,14 @@ from megatron_rl.planning.simulation.failures import (
     saves,
     young,
 )
-from megatron_rl.planning.simulation.simulated_steps import MODES, Latency, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.simulation.simulated_steps import (
+    MODES,
+    Latency,
+    Resampling,
+    SimulatedJob,
+    SimulatedRun,
+    simulate,
+)
 from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
 
 SPEED = EngineSpeed(lambda running, context: 0.02 + 1e-7 * running * context, lambda tokens: tokens / 2e4, 2e5, 256)
@@ -83,7 +90,7 @@ def test_what_the_other_modes_would_give() -> None:
     runs = {mode: simulate(JOB, mode, 10, seed=0) for mode in MODES}
     for run in runs.values():
         spans_fit(run)
-    synchronous, partial, ahead = (runs[mode] for mode in MODES)
+    synchronous, partial, ahead = (runs[mode] for mode in ("synchronous", "partial", "one step off"))
     # No longer the longest response: those go on in the next step.
     assert partial.phases()["generate"].mean() < 0.9 * synchronous.phases()["generate"].mean()
     assert partial.idle("generate") < synchronous.idle("generate")
@@ -106,6 +113,48 @@ def test_what_the_other_modes_would_give() -> None:
     assert 0 < ahead.engines_share < 1
     with pytest.raises(ValueError, match="two engines"):
         simulate(replace(JOB, engines=1), "one step off", 2, seed=0)
+
+
+def test_engines_that_are_done_take_passes_off_the_step() -> None:
+    plain, under = (simulate(JOB, mode, 6, seed=0) for mode in ("synchronous", "passes under the tail"))
+    free = np.array([step.generation.idle_share * step.generation.seconds for step in plain.steps])
+    left = np.maximum(0, plain.phases()["old_log_prob"] - free)
+    assert under.phases().get("old_log_prob", np.zeros(6)) == pytest.approx(left)
+    assert under.phases()["update"] == pytest.approx(plain.phases()["update"])
+    alone = simulate(replace(JOB, engines=1), "passes under the tail", 2, seed=0)
+    assert alone.phases()["old_log_prob"].min() > 0  # it is never done before the others
+    tight = simulate(replace(JOB, cache_beside=2e4), "passes under the tail", 6, seed=0)
+    assert (
+        tight.phases()["generate"].mean() > 1.1 * plain.phases()["generate"].mean()
+    )  # the weights take the cache's room
+
+
+def test_steps_of_like_lengths_have_an_epochs_prompts() -> None:
+    job = replace(JOB, lengths=LogNormal(800, 0.8, 4000, between=0.9), drawn_before=True)
+    plain, sorted_ = (simulate(job, mode, 10, seed=0) for mode in ("synchronous", "steps of like lengths"))
+    tokens = [step.tokens for step in sorted_.steps]
+    assert sum(tokens) == pytest.approx(sum(step.tokens for step in plain.steps))
+    assert tokens == sorted(tokens, reverse=True)
+    assert sorted_.seconds.sum() < 0.95 * plain.seconds.sum()
+
+
+def test_groups_that_are_replaced() -> None:
+    """Round by round each round has its tail; ahead the same groups are trained on, most of the time after one draw."""
+    assert simulate(replace(JOB, resampling=Resampling(0.7, 0, False)), "synchronous", 3, seed=0).seconds.mean() < (
+        simulate(JOB, "synchronous", 3, seed=0).seconds.mean()
+    )  # fewer are trained on
+    rule = Resampling(0.7, 5, ahead=False)
+    slow, fast = (
+        simulate(replace(JOB, resampling=each), "synchronous", 8, seed=0) for each in (rule, replace(rule, ahead=True))
+    )
+    assert [step.tokens for step in slow.steps] == [step.tokens for step in fast.steps]
+    for run in (slow, fast):
+        spans_fit(run)
+    one = simulate(JOB, "synchronous", 8, seed=0).phases()["generate"].mean()
+    assert slow.phases()["generate"].mean() == pytest.approx(2 * one, rel=0.1)
+    assert fast.phases()["generate"][1:].mean() < 1.5 * one
+    same = simulate(replace(JOB, resampling=Resampling(1.0, 0, ahead=True)), "synchronous", 3, seed=0)
+    assert same.seconds.tolist() == simulate(JOB, "synchronous", 3, seed=0).seconds.tolist()
 
 
 def test_a_judge_is_waited_for_only_at_the_end() -> None:

@@ -10,7 +10,7 @@ from megatron_rl.cli import main
 
 SCALE = Path(__file__).parents[2] / "recipes" / "scale"
 DENSE, EXPERTS, LARGE = ("qwen3-8b", 2), ("qwen3-30b-a3b", 4), ("qwen3-235b-a22b", 16)  # with nodes of 8
-# What only these models, or several nodes, have; tests/config/test_recipe_checks.py has what any model has.
+# What only these models, or several nodes, have; tests/config/test_model_checks.py has what any model has.
 BROKEN = [
     (DENSE, "parallel.tensor=3", "the model's attention heads (32) must be a multiple of `actor.parallel.tensor` (3)"),
     (DENSE, "parallel.pipeline=2 parallel.virtual_pipeline=5", "36 layers do not divide over 5 model chunks per stage"),

@@ -19,7 +19,7 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.config.schema import PHASES
 from megatron_rl.report import find, read_run, render
-from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw_time, matching
+from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw_staleness, draw_time, matching
 from megatron_rl.report.page import chosen_groups
 from megatron_rl.report.run_record import differing_keys
 from megatron_rl.report.status import RunStatus
@@ -392,6 +392,26 @@ def test_the_layers_of_a_step_s_time_add_up_to_it(tmp_path: Path) -> None:
         (1.75, 2),
     ]
     assert drawing.lines[-1].y[0] == 0.25
+
+
+def test_partial_rollouts_show_how_old_their_tokens_are(tmp_path: Path) -> None:
+    rows = healthy()
+    for row in rows:
+        row |= {"rollouts/staleness_mean": 0.75, "rollouts/staleness_max": 10.0}
+        row |= {f"rollouts/staleness_{age}": share for age, share in enumerate([0.5, 0, 0.25, *[0.0] * 7, 0.25])}
+    run = read_run(write_run(tmp_path / "run", rows))
+    drawing = draw_staleness(run, "age")
+    assert drawing is not None
+    assert [line.label for line in drawing.lines] == ["0 50%", "2 25%", "10 25%"]  # in order, and those that there are
+    assert [(line.low[-1], line.high[-1]) for line in drawing.lines if line.low and line.high] == [
+        (0, 0.5),
+        (0.5, 0.75),
+        (0.75, 1),
+    ]
+    assert "How old trained tokens are" in render([run])
+    synchronous = read_run(write_run(tmp_path / "other", healthy()))
+    assert draw_staleness(synchronous, "age") is None
+    assert "How old trained tokens are" not in render([synchronous])
 
 
 def test_a_served_page_is_drawn_anew_where_the_run_went_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.runtime import compilers, provenance
+from megatron_rl.runtime import compilers, cudnn, provenance
 from megatron_rl.runtime.attempts import free_port, rank_environment
 
 
@@ -111,25 +112,50 @@ def test_a_run_writes_down_what_it_would_compile_with(tmp_path: Path, monkeypatc
     assert about["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/x"  # type: ignore[index]
 
 
+# A fork per case: the imports before are the same, and it ends where Transformer Engine is first asked for.
 INITIALIZE = """
-import os, sys
+import json, os, sys
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.runtime import device, distributed, nvml
 class Finder:
     def find_spec(self, name, path, target=None):
         if name.partition(".")[0] == "transformer_engine":
-            print("asked for", os.environ.get(nvml.FP32_SCALES))
+            print("asked for", os.environ.get(nvml.FP32_SCALES), flush=True)
+            os._exit(0)
 device.is_hopper = lambda: True
 sys.meta_path.insert(0, Finder())
-distributed.initialize(ParallelConfig(), timeout_minutes=1, fp32_scales=sys.argv[1] == "True")
+assert not {"megatron.core", "transformer_engine"} & sys.modules.keys()
+for given, wanted, port in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update({"MASTER_PORT": port} | ({} if given is None else {nvml.FP32_SCALES: given}))
+        distributed.initialize(ParallelConfig(), timeout_minutes=1, fp32_scales=wanted)
+        os._exit(1)
+    os.wait()
 """
 
 
 def test_transformer_engine_finds_fp32_scales_when_it_is_imported() -> None:
     """Its recipe reads the variable as a class attribute: set later it would have no effect."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **rank_environment(gpus=0), **world, "CUDA_VISIBLE_DEVICES": ""}
-    for given, wanted, found in ((None, True, "1"), ("0", True, "0"), (None, False, None)):
-        own = environment if given is None else {**environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": given}
-        done = subprocess.run([sys.executable, "-c", INITIALIZE, str(wanted)], env=own, capture_output=True, text=True)
-        assert set(done.stdout.splitlines()) == {f"asked for {found}"}, done.stderr
+    cases = [(given, wanted, str(free_port())) for given, wanted in ((None, True), ("0", True), (None, False))]
+    command = [sys.executable, "-c", INITIALIZE, json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["asked for 1", "asked for 0", "asked for None"], done.stderr
+
+
+def test_the_environments_cudnn_comes_before_the_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a card with another cuDNN in the system's folders Transformer Engine took that one, and unfused attention."""
+    own = tmp_path / "nvidia" / "cudnn"
+    (own / "lib").mkdir(parents=True)
+    monkeypatch.setattr(cudnn.sysconfig, "get_path", lambda name: str(tmp_path))
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/mine:")
+    found = rank_environment(gpus=1)
+    assert (found["CUDNN_HOME"], found["LD_LIBRARY_PATH"]) == (str(own), f"{own}/lib:/opt/mine")
+    assert "CUDNN_HOME" not in rank_environment(gpus=0)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{own}/lib:/opt/mine")  # a rank's own ranks
+    assert rank_environment(gpus=1)["LD_LIBRARY_PATH"] == f"{own}/lib:/opt/mine"
+    monkeypatch.setenv("CUDNN_PATH", "/opt/cudnn")
+    assert not {"CUDNN_HOME", "LD_LIBRARY_PATH"} & rank_environment(gpus=1).keys()

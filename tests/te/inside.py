@@ -131,7 +131,7 @@ def selftest(folder: Path) -> None:
     figures = without_engine.actor(Bench(folder))
     with device.megatron():
         figures |= without_engine.attention(Bench(folder))
-    assert len(figures) == 9
+    assert len(figures) == 10
 
 
 def learn_offloaded(root: str, layouts: list[Layout]) -> None:

@@ -6,15 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from megatron_rl.config import Config
 from megatron_rl.planning.components import MemoryPlan, Part
 from megatron_rl.planning.inputs import Responses
-from megatron_rl.planning.memory import total_parameters
+from megatron_rl.planning.memory import cache_bytes_per_token, total_parameters
 from megatron_rl.planning.simulation.engines import EngineSpeed
 from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, goodput, intervals
-from megatron_rl.planning.simulation.simulated_steps import MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.simulation.simulated_steps import (
+    MODES,
+    Latency,
+    Mode,
+    Resampling,
+    SimulatedJob,
+    SimulatedRun,
+    simulate,
+)
 from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.kernels import host_seconds
+from megatron_rl.planning.time.lengths import LogNormal
 from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime
 
 _NEAR = 32  # tokens of context in which passes are taken as equally long
@@ -33,6 +44,7 @@ class Simulation:
         drawn_before: earlier responses to the same prompts say which to begin first.
         judge: mean seconds of a judge's answer, and how many are under way; None: rewards take what the step's time has.
         failures: mean seconds between two failures of the whole job, and until it runs again; None: there are none.
+        signal_share: of the groups, which others replace where the recipe says so.
     """
 
     steps: int
@@ -40,6 +52,7 @@ class Simulation:
     drawn_before: bool = False
     judge: tuple[float, int] | None = None
     failures: tuple[float, float] | None = None
+    signal_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +83,22 @@ def forecast(what: Simulation, config: Config, plan: MemoryPlan, predictor: Pred
         ValueError: an engine's cache does not hold the longest sequence.
     """
     job = _job(what, config, plan, predictor, step)
-    modes = MODES if job.engines > 1 else MODES[:2]
-    runs = {mode: simulate(job, mode, what.steps, _SEED) for mode in modes}
+    runs = {mode: simulate(job, mode, what.steps, _SEED) for mode in _modes(job)}
     return Forecast(job, runs, _goodput(what, config, plan, predictor, runs["synchronous"]))
+
+
+def _modes(job: SimulatedJob) -> Sequence[Mode]:
+    """The modes that say something of the job."""
+    longest = job.prompt + (
+        job.lengths.limit if isinstance(job.lengths, LogNormal) else max(map(np.max, job.lengths.groups))
+    )
+    impossible = {
+        "partial": job.resampling is not None,
+        "passes under the tail": job.resampling is not None or (job.cache_beside or longest) < longest,
+        "steps of like lengths": job.resampling is not None or not job.drawn_before,
+        "one step off": job.resampling is not None or job.engines == 1,
+    }
+    return [mode for mode in MODES if not impossible.get(mode)]
 
 
 def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> SimulatedJob:
@@ -111,7 +137,22 @@ def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predicto
         reward=judge,
         drawn_before=what.drawn_before,
         partial=config.rollout.partial,
+        resampling=_resampling(what, config),
+        cache_beside=_cache_beside(config, plan),
     )
+
+
+def _resampling(what: Simulation, config: Config) -> Resampling | None:
+    rounds = config.algorithm.resample_rounds
+    return Resampling(what.signal_share, rounds, config.algorithm.resample_ahead) if what.signal_share < 1 else None
+
+
+def _cache_beside(config: Config, plan: MemoryPlan) -> float | None:
+    """Tokens of an engine's cache, where the actor's weights, which else are on the host meanwhile, take their part of it."""
+    if not config.actor.offload_weights:
+        return None
+    of_token = cache_bytes_per_token(plan.model, config.rollout.tensor_parallel)
+    return plan.cache_tokens - plan.bytes_of(Part.WEIGHTS) / of_token
 
 
 def _goodput(

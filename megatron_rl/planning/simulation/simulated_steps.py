@@ -1,4 +1,4 @@
-"""Steps one after the other: as the product runs them, and as they would be with partial rollouts or one step off.
+"""Steps one after the other: as the product runs them, and as they would be in other ways.
 
 Times are seconds of the whole job. What is drawn is a function of the seed and the step, so modes and layouts are compared on
 the same responses.
@@ -15,12 +15,16 @@ import numpy as np
 
 from megatron_rl.config.rollout_keys import PartialConfig
 from megatron_rl.data.pause import trained_groups
+from megatron_rl.data.resample import groups_to_draw
 from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration, generate, joined
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
+from megatron_rl.planning.time.step import OLD, REFERENCE
 
-Mode = Literal["synchronous", "partial", "one step off"]
-MODES: tuple[Mode, ...] = ("synchronous", "partial", "one step off")
-_SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
+Mode = Literal["synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off"]
+MODES: tuple[Mode, ...] = ("synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off")
+BUILT: tuple[Mode, ...] = ("synchronous", "partial")  # the product has them
+SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
+PASSES = (OLD, REFERENCE)  # over what was drawn, before the update
 _SPLITS = 6  # one step off: parts of the GPUs that are tried for the engines
 _TRIED = 2  # steps of each try
 
@@ -35,6 +39,16 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class Resampling:
+    """Dynamic sampling: groups have a signal with the probability `share`, whatever their lengths. `ahead`: what further
+    rounds will need is drawn with the first."""
+
+    share: float
+    rounds: int
+    ahead: bool
+
+
+@dataclass(frozen=True)
 class SimulatedJob:
     """The job that is simulated.
 
@@ -46,6 +60,8 @@ class SimulatedJob:
         reward: asked as responses end; None: rewards take no time.
         drawn_before: earlier responses to the same prompts say which will be long, and those are begun first.
         partial: the recipe's; None: see `partial_of`.
+        resampling: None: groups without signal are not replaced.
+        cache_beside: tokens that an engine's cache holds beside the actor's weights; None: they are always there.
     """
 
     speed: EngineSpeed
@@ -59,6 +75,8 @@ class SimulatedJob:
     reward: Latency | None = None
     drawn_before: bool = False
     partial: PartialConfig | None = None
+    resampling: Resampling | None = None
+    cache_beside: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +146,16 @@ def simulate(job: SimulatedJob, mode: Mode, steps: int, seed: int) -> SimulatedR
     Raises:
         ValueError: an engine's cache does not hold the longest sequence.
     """
+    if mode == "synchronous" and job.resampling is not None:
+        return SimulatedRun(mode, job.gpus, _resampled(job, job.resampling, steps, seed))
     if mode == "synchronous":
-        return SimulatedRun(mode, job.gpus, [_synchronous(job, seed, number) for number in range(steps)])
+        return SimulatedRun(mode, job.gpus, [_synchronous(job, *_drawn(job, seed, number)) for number in range(steps)])
+    if mode == "passes under the tail":
+        return SimulatedRun(
+            mode, job.gpus, [_under_the_tail(job, *_drawn(job, seed, number)) for number in range(steps)]
+        )
+    if mode == "steps of like lengths":
+        return SimulatedRun(mode, job.gpus, _like_lengths(job, steps, seed))
     if mode == "partial":
         return SimulatedRun(mode, job.gpus, _partial(job, steps, seed))
     shares = sorted({max(1, job.engines * part // _SPLITS) / job.engines for part in range(1, _SPLITS)} - {1.0})
@@ -164,23 +190,80 @@ def _waiting(ends: np.ndarray, seconds: float, reward: Latency | None, rng: np.r
 
 
 def _one_after_the_other(
-    job: SimulatedJob, generation: SimulatedGeneration, waited: float, tokens: float
+    job: SimulatedJob, generation: SimulatedGeneration, waited: float, tokens: float, passes_done: float = 0.0
 ) -> SimulatedStep:
+    """`passes_done`: share of the passes before the update that generation has hidden."""
     spans = [Span("generate", 0.0, generation.seconds, idle=generation.idle_share)]
     phases = {"reward": waited} | dict(job.training(tokens))
     at = generation.seconds
     for name, seconds in phases.items():
+        seconds *= 1 - passes_done if name in PASSES else 1.0
         if seconds > 0:
             spans.append(Span(name, at, seconds, idle=float(name == "reward")))
             at += seconds
     return SimulatedStep(at, tuple(spans), generation, tokens)
 
 
-def _synchronous(job: SimulatedJob, seed: int, number: int) -> SimulatedStep:
-    lengths, order, rng = _drawn(job, seed, number)
+def _synchronous(
+    job: SimulatedJob, lengths: np.ndarray, order: Sequence[int], rng: np.random.Generator
+) -> SimulatedStep:
     generation = generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
     waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
-    return _one_after_the_other(job, generation, waited, float(lengths.sum() + lengths.size * job.prompt))
+    return _one_after_the_other(job, generation, waited, _trained(job, lengths))
+
+
+def _trained(job: SimulatedJob, lengths: np.ndarray) -> float:
+    """Tokens of whole sequences."""
+    return float(lengths.sum() + lengths.size * job.prompt)
+
+
+def _under_the_tail(
+    job: SimulatedJob, lengths: np.ndarray, order: Sequence[int], rng: np.random.Generator
+) -> SimulatedStep:
+    """Engines that have nothing left to draw make the passes before the update over groups that have ended; there always are
+    some, and no pass is cut over two engines: no way of building it is faster. The actor's weights are on the devices
+    meanwhile."""
+    speed = job.speed if job.cache_beside is None else replace(job.speed, cache_tokens=job.cache_beside)
+    generation = generate(speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
+    waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
+    tokens = _trained(job, lengths)
+    whole = sum(seconds for name, seconds in job.training(tokens).items() if name in PASSES)
+    done = min(1.0, generation.idle_share * generation.seconds / whole) if whole else 0.0
+    return _one_after_the_other(job, generation, waited, tokens, done)
+
+
+def _like_lengths(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
+    """An epoch of `steps` steps, whose prompts are taken in the order of the lengths of earlier responses to them."""
+    rng = np.random.default_rng((seed, steps))
+    drawn = [job.lengths.draw(np.random.default_rng((seed, number)), job.prompts, job.count) for number in range(steps)]
+    lengths, expected = (np.concatenate(part) for part in zip(*drawn, strict=True))
+    by_length = np.argsort(-expected, kind="stable").reshape(steps, job.prompts)
+    return [_synchronous(job, lengths[places], range(job.prompts), rng) for places in by_length]
+
+
+def _resampled(job: SimulatedJob, rule: Resampling, steps: int, seed: int) -> list[SimulatedStep]:
+    """Groups are drawn until as many have a signal as are trained on: as `trainer.sampler` does it."""
+    done, drew = list[SimulatedStep](), job.prompts
+    for number in range(steps):
+        rounds = [_drawn(job, seed, number * (rule.rounds + 1) + round_) for round_ in range(rule.rounds + 1)]
+        lengths = np.concatenate([lengths for lengths, _, _ in rounds])
+        signal = np.random.default_rng((seed, number, 2)).random(len(lengths)) < rule.share
+        phases, waited, begin = list[SimulatedGeneration](), 0.0, 0
+        order = [round_ * job.prompts + place for round_, (_, groups, _) in enumerate(rounds) for place in groups]
+        missing, seen = job.prompts, (drew, job.prompts)
+        while missing > 0 and begin < len(lengths):
+            end = min(len(lengths), begin + (groups_to_draw(missing, *seen) if rule.ahead else job.prompts))
+            now, due = np.zeros_like(lengths), [place for place in order if begin <= place < end]
+            now[due] = lengths[due]
+            phases.append(generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), now, due))
+            waited += _waiting(phases[-1].ends[due].ravel(), phases[-1].seconds, job.reward, rounds[0][2])
+            begin, seen = end, (end, int(signal[:end].sum()))
+            missing = job.prompts - seen[1]
+        trained = np.flatnonzero(signal)[: job.prompts]
+        drew = int(trained[-1]) + 1 if len(trained) == job.prompts else len(lengths)
+        generation = joined(phases)
+        done.append(_one_after_the_other(job, generation, waited, _trained(job, lengths[trained])))
+    return done
 
 
 def partial_of(job: SimulatedJob) -> PartialConfig:
@@ -195,7 +278,7 @@ def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
     rule = partial_of(job)
     drawn = left = np.zeros((0, job.count), dtype=np.int64)
     opened, done = list[int](), list[SimulatedStep]()
-    for number in range(1, steps + _SETTLING + 1):
+    for number in range(1, steps + SETTLING + 1):
         lengths, _, _ = _drawn(replace(job, prompts=rule.opened(job.prompts) - len(left)), seed, number)
         drawn, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
         opened += [number] * len(lengths)
@@ -210,11 +293,10 @@ def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
         generation = joined(phases)
         scored = generation.ends[trained][generation.ends[trained] > 0]
         waited = _waiting(scored, generation.seconds, job.reward, np.random.default_rng((seed, number, 1)))
-        tokens = float(totals[trained].sum() + totals[trained].size * job.prompt)
-        done.append(_one_after_the_other(job, generation, waited, tokens))
+        done.append(_one_after_the_other(job, generation, waited, _trained(job, totals[trained])))
         rest = np.setdiff1d(np.arange(len(left)), trained)
         drawn, left, opened = drawn[rest], left[rest], [opened[place] for place in rest.tolist()]
-    return done[_SETTLING:]
+    return done[SETTLING:]
 
 
 def _one_step_off(job: SimulatedJob, share: float, steps: int, seed: int) -> SimulatedRun:
@@ -228,7 +310,7 @@ def _one_step_off(job: SimulatedJob, share: float, steps: int, seed: int) -> Sim
             generating.speed, generating.engines, generating.prompt, np.zeros_like(lengths), lengths, order
         )
         waited = _waiting(generation.ends.ravel(), generation.seconds, generating.reward, rng)
-        tokens = float(lengths.sum() + lengths.size * generating.prompt)
+        tokens = _trained(generating, lengths)
         spans = [Span("generate", 0.0, generation.seconds, share, generation.idle_share)]
         if waited:
             spans.append(Span("reward", generation.seconds, waited, share, 1.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import sys
 import textwrap
 import traceback
@@ -28,7 +27,7 @@ from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines, RankFacts
 from megatron_rl.runtime.owner import OwnedError, Ownership
-from megatron_rl.runtime.stop import StopFlag, StopRequested
+from megatron_rl.runtime.stop import StopFlag, StopRequested, stop_code
 from megatron_rl.runtime.watchdog import Watchdog, stacks
 from megatron_rl.trainer.rank.memory_report import memory_parts, remedies
 from megatron_rl.weights.transfer import SyncError
@@ -183,12 +182,6 @@ def rank_facts(full: bool) -> RankFacts:
     if full:
         return {**facts, "collectives": recent, "memory_gib": memory.in_use()}
     return {**facts, "host_gib": round(memory.host_in_use(), 2)}
-
-
-def stop_code(signum: int) -> int:
-    """128 + the signal for a person's Ctrl-C or kill; REQUEUE for a batch system's signals."""
-    from_batch = signum == signal.SIGUSR1 or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
-    return exit_codes.REQUEUE if from_batch else 128 + signum
 
 
 def _end_evaluation(ownership: Ownership | None, signum: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 
+from megatron_rl.config import validate
 from megatron_rl.seams.known_warnings import quiet_known_warnings
 
 _MODULES = (
@@ -36,6 +37,7 @@ def import_all() -> None:
 
     environment.prepare()
     torch_compile.leave_out()
+    validate.prepare()
     for module in _MODULES:
         importlib.import_module(module)
     with torch_compile.left_out_of_vllm():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 
-from megatron_rl.runtime import streams
+from megatron_rl.runtime import leaving, streams
 from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.seams.known_warnings import quiet_known_warnings
@@ -28,4 +27,4 @@ def main(job: RankJob) -> int:
 if __name__ == "__main__":
     job = RankJob.parse()
     streams.accept_any_text()
-    sys.exit(main(job))
+    leaving.leave(main(job))

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config import Config, as_tree, changes, load_recipe, to_yaml
 from megatron_rl.preflight.across_ranks import preflight, write_report
 from megatron_rl.preflight.local import limits_in_the_way
-from megatron_rl.runtime import distributed, exit_codes
+from megatron_rl.runtime import distributed, exit_codes, leaving
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.rank_job import RankJob
@@ -41,7 +41,7 @@ def run(job: RankJob, stop: StopFlag) -> int:
         if job.command == "evaluate":
             attempt.end_at_once_on(stop)
         attempt.run = build_run(config, grid, Path(job.run_dir), job.command, stop, attempt.ownership)
-        gc.freeze()
+        leaving.freeze()
         gc.enable()
         commands = {"train": train, "sft": sft, "reward-model": reward_model, "evaluate": evaluate_only}
         commands[job.command](attempt.run, job.resume)
@@ -54,8 +54,9 @@ def run(job: RankJob, stop: StopFlag) -> int:
     finally:
         stop.ignore()
         gc.disable()  # vLLM's engine undoes `freeze` as it ends: all that was imported would be searched again, three times
+        leaving.freeze()
         attempt.close()
-        gc.freeze()  # also for Python's last search
+        gc.freeze()  # for `leave`, which would look through all of it for files
     # All end together: srun kills the ranks that are left at once after an exit code other than 0, NeMo-Run's after a minute.
     grid.barrier()
     distributed.shutdown()

@@ -1,0 +1,226 @@
+"""One case: two optimizer steps at its layout, or four with a checkpoint between them, against the same in one process."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models.lora import adapters_of
+from megatron_rl.weights.files import SafetensorsFolder, save_tensors
+from megatron_rl.weights.load_hf import load_hf_weights
+from tests import tolerance
+from tests.actor.layouts import distance, in_parts, refuse_what_is_avoided
+from tests.actor.lora import scores
+from tests.actor.processes import spawn
+from tests.checkpoint import ranks
+from tests.models import tiny
+
+from .draw import Case, Cut, command, config_of, smaller
+from .faults import FAULTS
+
+Results = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------------------- on ranks
+def run(root: str, cases: Sequence[Case], alone: bool, fault: str = "") -> None:
+    """One rank of every case in turn; the first saves what came of it. `alone`: what others are compared with."""
+    refuse_what_is_avoided()
+    if fault:
+        FAULTS[fault]()
+    for case in cases:
+        try:
+            result = _learned(Path(root) / str(case.number), case, alone)
+        except Exception as error:
+            error.add_note(f"again with: {command(case)}")
+            raise
+        if result is not None:
+            torch.save(result, Path(root) / str(case.number) / f"{'alone' if alone else 'own'}.pt")
+
+
+def _learned(folder: Path, case: Case, alone: bool) -> Results | None:
+    batches = [batch_of(case, seed) for seed in range(2)]
+    config, actor = _started(folder, case, case.cut)
+    result: Results = {"log_probs": scores(actor, batches[0].sequences)}
+    if alone:
+        result["start"] = _tensors(actor)
+    metrics = [_update(config, actor, batches[0], case.aggregation)]
+    if alone and case.then is not None:
+        metrics.append(_update(config, actor, batches[1], case.aggregation))
+    elif case.then is not None:
+        saver = ranks.save(actor, folder / "before", 1)
+        ranks.close()
+        config, actor = _started(folder, case, case.then)
+        ranks.load(actor, folder / "before" / "step_1", 2)
+        saver = ranks.save(actor, folder / "after", 1)
+        result["saves"] = [outcome.error for outcome in saver.outcomes()]
+        metrics.append(_update(config, actor, batches[1], case.aggregation))
+    result |= {"metrics": metrics, "end": _tensors(actor)}
+    is_main = actor.grid.is_main
+    ranks.close()
+    return result if is_main else None
+
+
+def _started(folder: Path, case: Case, cut: Cut) -> tuple[Config, Actor]:
+    from megatron_rl.runtime import device, distributed
+
+    config = config_of(case, str(folder / "run"), cut)
+    actor = Actor(config, distributed.initialize(config.actor.parallel, timeout_minutes=2), folder / "model")
+    if actor.adapters is not None:
+        begin = SafetensorsFolder(folder / "adapters")
+        with device.megatron():
+            load_hf_weights(actor.chunks, actor.adapters.family, actor.hf_config, begin, actor.parallel)
+    actor.keep_reference()
+    actor.start_optimizer(config.actor.optimizer, 4)
+    return config, actor
+
+
+def _update(config: Config, actor: Actor, batch: TrainBatch, aggregation: str) -> dict[str, float]:
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.runtime.step_timer import StepTimer
+    from megatron_rl.trainer.learner import Learner
+
+    section = {"preset": "grpo", "aggregation": aggregation}
+    algorithm = make_algorithm(section, max_tokens=config.rollout.max_tokens)
+    return Learner(config, actor, algorithm, StepTimer()).update(batch, None)
+
+
+def _tensors(actor: Actor) -> dict[str, Tensor]:
+    found = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
+    return found | {name: tensor.clone() for name, tensor in actor.iter_adapters()} if actor.adapters else found
+
+
+# --------------------------------------------------------------------------------------------------------- its material
+def make(folder: Path, case: Case) -> None:
+    """The model of a case, and adapters of which neither factor is zero."""
+    tiny.write(folder / "model", case.family, case.number, **case.sizes)
+    lora = config_of(case).actor.lora
+    if lora is None:
+        return
+    adapters, generator = adapters_of(model_of(read_hf_config(folder / "model")), lora), torch.Generator()
+    generator.manual_seed(case.number)
+    values = {
+        tensor.name: torch.randn(tensor.sizes(adapters.dims), generator=generator) * 0.2
+        for rule in adapters.weights()
+        for tensor in rule.hf
+    }
+    (folder / "adapters").mkdir()
+    save_tensors(folder / "adapters" / "adapter_model.safetensors", values)
+
+
+def batch_of(case: Case, seed: int) -> TrainBatch:
+    """Rollouts of very different lengths, some of several sequences, with advantages of either sign."""
+    rng, vocab = np.random.default_rng([case.number, seed]), case.sizes["vocab_size"]
+    count = case.groups * case.group_size
+    prompts = [rng.integers(2, vocab, size=rng.integers(2, 10)) for _ in range(case.groups)]
+    responses = [rng.integers(2, vocab, size=rng.integers(1, 25)) for _ in range(count)]
+    pairs = [(prompts[row // case.group_size], responses[row]) for row in range(count)]
+    sequences = in_parts(pairs, range(0, count, 3))
+    if case.replay == "rollout":
+        sequences.experts = _chosen(case, sequences, rng)
+    advantages = rng.normal(size=count).astype(np.float32)
+    return TrainBatch(
+        sequences=sequences,
+        rollout_logprobs={
+            row: rng.normal(-4, 0.3, size=len(ids)).astype(np.float32) for row, ids in enumerate(responses)
+        },
+        advantages={row: np.full(len(ids), advantages[row]) for row, ids in enumerate(responses)},
+        group=np.arange(count) // case.group_size,
+    )
+
+
+def _chosen(case: Case, sequences: TokenBatch, rng: np.random.Generator) -> dict[int, np.ndarray]:
+    """Experts of every token and layer, at random."""
+    layers, top = case.sizes["num_hidden_layers"], case.sizes["num_experts_per_tok"]
+    experts = next(case.sizes[k] for k in ("n_routed_experts", "num_local_experts", "num_experts") if k in case.sizes)
+    tokens = rng.random((sum(sequences.lengths), layers, experts)).argsort(axis=2)[..., :top].astype(np.uint8)
+    return dict(enumerate(np.split(tokens, np.cumsum(sequences.lengths)[:-1])))
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+def times(case: Case) -> float:
+    """How many of `tolerance`'s bounds a case may be off: those are of 6 layers, 80 terms to a product and two updates."""
+    terms = max(case.sizes["hidden_size"], case.sizes["intermediate_size"], case.sizes["vocab_size"])
+    work = case.sizes["num_hidden_layers"] / 6 * terms / 80 * (1 if case.then is None else 2)
+    return max(1.0, math.sqrt(work)) * (tolerance.GATED_DELTA if case.family.startswith("qwen3_5") else 1.0)
+
+
+def differences(case: Case, folder: Path) -> list[str]:
+    """What of a case is not what one process makes of it."""
+    own, want = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("own", "alone"))
+    bound, found = times(case) * tolerance.RELATIVE, list[str]()
+    for number, (mine, theirs) in enumerate(zip(own["metrics"], want["metrics"], strict=True)):
+        names = tolerance.differing(mine, theirs, times(case))
+        found += [f"{name} of batch {number}: {mine.get(name)}, alone {theirs.get(name)}" for name in names]
+    for row, theirs in want["log_probs"].items():
+        if (off := float((own["log_probs"][row] - theirs).abs().max())) > times(case) * tolerance.LOG_PROB:
+            found.append(f"log-probs of rollout {row} by {off:.1e}")
+    for name, theirs in want["end"].items():
+        mine, start = own["end"][name], want["start"][name]
+        # A weight keeps no more digits of its change than it has itself: one rounding of each step, of either process.
+        rounding = 2**-24 * 2 * len(want["metrics"]) * float(theirs.norm() / (theirs - start).norm().clamp(min=1e-30))
+        off = distance(mine - start, theirs - start)
+        if not (torch.equal(mine, theirs) or off < bound + rounding):
+            found.append(f"the change of {name} by {off:.1e}, {bound + rounding:.1e} allowed")
+    if case.then is not None:
+        found += [f"a save: {error}" for error in own["saves"] if error]
+        found += _checkpoint_differences(folder)
+    return found
+
+
+def _checkpoint_differences(folder: Path) -> list[str]:
+    """Tensors of a checkpoint that another layout has loaded, and saved as other bits."""
+    from tests.checkpoint.test_layouts import contents
+
+    want, own = (contents(folder / name / "step_1") for name in ("before", "after"))
+    names = sorted(
+        name for name in want.keys() ^ own.keys() if not name.endswith("expert_bias")
+    )  # none of the optimizer's
+    for name in want.keys() & own.keys():
+        rows = min(len(want[name]), len(own[name]))  # the vocabulary is padded to the layout
+        if not torch.equal(want[name][:rows], own[name][:rows]):
+            names.append(name)
+    return [f"{name} of the checkpoint, loaded and saved" for name in names]
+
+
+def prove(cases: Iterable[Case], root: Path, fault: str = "") -> dict[int, list[str]]:
+    """The differences of each case, which have different numbers; worlds are started once each.
+
+    `fault`: one of `FAULTS`, in the layouts and not in the one process.
+    """
+    worlds = defaultdict[int, list[Case]](list)
+    for case in cases:
+        make(root / str(case.number), case)
+        worlds[case.world].append(case)
+    every = [case for here in worlds.values() for case in here]
+    spawn(run, 1, str(root), [case.alone for case in every], True)
+    for world, here in worlds.items():
+        spawn(run, world, str(root), here, False, fault)
+    return {case.number: differences(case, root / str(case.number)) for case in every}
+
+
+def prove_one(case: Case, fault: str = "") -> list[str]:
+    """The differences of one case, an error of its ranks included."""
+    with TemporaryDirectory() as root:
+        try:
+            return prove([case], Path(root), fault)[case.number]
+        except Exception as error:
+            return [str(error).strip()]
+
+
+def shrunk(case: Case, fails: Callable[[Case], object]) -> Case:
+    """A smaller case that fails too, of which no smaller one does."""
+    while (step := next((step for step in smaller(case) if fails(step)), None)) is not None:
+        case = step
+    return case
