@@ -1,4 +1,5 @@
-"""How the properties are searched, what no test may leave to the next one (a process group), and what each folder took."""
+"""How the properties are searched, what no test may leave to the next one (a process group, a plugin), and what each folder
+took."""
 
 import gc
 import os
@@ -72,6 +73,21 @@ def no_process_group_is_left() -> Iterator[None]:
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("a test of this file left torch's process group open")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plugin_is_left() -> Iterator[None]:
+    """Methods that a file's recipes registered are unknown to the next file; a recipe that names them there loads them anew."""
+    catalogue = sys.modules.get("megatron_rl.methods.catalogue")
+    before = set() if catalogue is None else {*catalogue.CATALOGUE}
+    yield
+    if (catalogue := sys.modules.get("megatron_rl.methods.catalogue")) is None:
+        return
+    for key in catalogue.CATALOGUE.keys() - before:
+        module = catalogue.CATALOGUE[key].function.__module__
+        if not module.startswith("megatron_rl."):
+            del catalogue.CATALOGUE[key]
+            sys.modules.pop(module, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -192,9 +192,10 @@ def test_both_exports_are_the_trained_model(root: Path, references: dict[str, An
         )
         loaded = [with_peft(root / layout.model, root / name / "adapter")]
         loaded.append(in_transformers(root / name / "merged"))
+        trained = _result(root, name)["after"]
         for model in loaded:
             for row, scores in peft_scores(model, layout.batch(root)).items():
-                torch.testing.assert_close(_result(root, name)["after"][row], scores.detach(), rtol=1e-5, atol=1e-4)
+                torch.testing.assert_close(trained[row], scores.detach().to(trained[row]), rtol=1e-5, atol=1e-4)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ def test_groups_that_do_not_align_end_the_run_by_name(talks: Talks) -> None:
 
 def test_what_the_policy_breaks_off_is_worth_it_in_its_last_turn(talks: Talks) -> None:
     rollouts = talks("turned", count=2, tokens=200, params={"of": "something"}, model_failed=-1.0)
-    broken = [row for row, rollout in rollouts.held.items() if rollout.failed_by == "model"]
+    broken = sorted(row for row, rollout in rollouts.held.items() if rollout.failed_by == "model")
     assert broken == [2, 3]
     rollouts.columns = ("steps",)
     rollouts.turns = turns_of(ALONE, rollouts)
