@@ -77,7 +77,7 @@ def no_process_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_plugin_is_left() -> Iterator[None]:
-    """Methods that a file's recipes registered are unknown to the next file; a recipe that names them there loads them anew."""
+    """Methods that a file's recipes registered are unknown to the next; a recipe that names them there loads them anew."""
     catalogue = sys.modules.get("megatron_rl.methods.catalogue")
     before = set() if catalogue is None else {*catalogue.CATALOGUE}
     yield
