@@ -23,6 +23,7 @@ from megatron_rl.config.machine import Machine
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
 from megatron_rl.config.schema import Config
+from megatron_rl.config.split_checks import check_split
 from megatron_rl.config.supervised_checks import check_supervised
 from megatron_rl.config.validate import problems as invalid
 from megatron_rl.models import HFConfig
@@ -56,6 +57,7 @@ def check(
         if section is not None and section.path is not None:
             section.path = os.path.expanduser(section.path)
     config.model.create = config.model.create if config.model.path is None else None
+    config.launch.generators = config.launch.generators if command == "train" else None
     problems = list(_check_values(config))
     if not problems:  # the checks below may divide by these values
         if config.launch.processes is None and machine.world_size is None:
@@ -65,9 +67,12 @@ def check(
                     f"the layout (actor.parallel, rollout.tensor_parallel) needs {config.launch.processes:,} processes "
                     f"on this machine, at most {_MOST_PROCESSES:,} are started; make it smaller, or start it across machines"
                 )
-        world = machine.world_size or config.launch.processes or 1
+        processes = machine.world_size or config.launch.processes or 1
+        world = processes - (config.launch.generators or 0)
+        problems += check_split(config, processes)
+    if not problems:  # there is a process that learns
         problems += [
-            *_check_layout(config, world, machine),
+            *_check_layout(config, processes, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
             *check_supervised(config, world, command),
             *check_evaluation(config),
@@ -106,11 +111,16 @@ def _refuse(problems: list[str]) -> None:
 
 
 def smallest_world(config: Config) -> int:
-    """The smallest number of processes that both the actor's layout and the rollout engine divide."""
+    """The smallest number of processes that both the actor's layout and the rollout engine divide; with split placement the
+    actor's smallest, and those that only generate."""
+    generators, engine = config.launch.generators, config.rollout.tensor_parallel
+    return _smallest_actor(config) + generators if generators else math.lcm(_smallest_actor(config), engine)
+
+
+def _smallest_actor(config: Config) -> int:
     parallel = config.actor.parallel
     dense = parallel.tensor * parallel.context * parallel.pipeline
-    experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
-    return math.lcm(dense, experts, config.rollout.tensor_parallel)
+    return math.lcm(dense, parallel.expert * parallel.expert_tensor * parallel.pipeline)
 
 
 # ------------------------------------------------------------------------------------------------------------- values
@@ -135,16 +145,21 @@ def _check_values(config: Config) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- layout
-def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]:
+def _check_layout(config: Config, processes: int, machine: Machine) -> Iterator[str]:
     parallel, engine = config.actor.parallel, config.rollout.tensor_parallel
     world_key = "the number of processes" if machine.world_size else "`launch.processes`"
+    generators = config.launch.generators or 0
+    world = processes - generators  # of the actor
+    if generators:
+        world_key = f"{world_key} without the `launch.generators` {generators}"
     local = machine.local_world_size
     if machine.world_size and config.launch.processes not in (None, local or machine.world_size):
         yield (
             f"`launch.processes` is {config.launch.processes}, but the launcher started {local or machine.world_size} "
             "processes on this machine; set it to null or to that number"
         )
-    model, smallest = parallel.tensor * parallel.pipeline, smallest_world(config)
+    model = parallel.tensor * parallel.pipeline
+    smallest = _smallest_actor(config) if generators else smallest_world(config)
     fits = math.ceil(world / smallest) * smallest
     names, sizes = "tensor x pipeline", f"{parallel.tensor} x {parallel.pipeline}"
     if parallel.context > 1:
@@ -162,7 +177,7 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"{world // parallel.pipeline} ranks of a pipeline stage (tensor x context x data = {world} processes / "
             f"{parallel.pipeline}); a number of processes that fits is {fits}"
         )
-    if world % engine:
+    if world % engine and not generators:
         yield f"{world_key} ({world}) must be a multiple of `rollout.tensor_parallel` ({engine}); one that fits is {fits}"
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield (

@@ -267,10 +267,10 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     with errors_named(f"{source}: `algorithm.preset`", as_error=ConfigError):
         preset = get_preset(name)
     result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
-    rollouts = [layer.tree["rollout"] for layer in layers if isinstance(layer.tree.get("rollout"), dict)]
-    for key, off in (("fp8", "none"), ("partial", None)):
-        if next((section[key] for section in reversed(rollouts) if key in section), off) != off:
-            result.insert(0, _Layer(f"rollout.{key}", {"algorithm": {"correction": {"weight": "token"}}}))
+    for section, key, off in (("rollout", "fp8", "none"), ("rollout", "partial", None), ("launch", "generators", None)):
+        trees = [layer.tree[section] for layer in layers if isinstance(layer.tree.get(section), dict)]
+        if next((tree[key] for tree in reversed(trees) if key in tree), off) != off:
+            result.insert(0, _Layer(f"{section}.{key}", {"algorithm": {"correction": {"weight": "token"}}}))
     for index, layer in enumerate(layers):
         tree = dict(layer.tree)
         if index < start and isinstance(tree.get("algorithm"), dict):

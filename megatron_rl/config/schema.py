@@ -23,6 +23,7 @@ from megatron_rl.config.keys import (
     NonNegative,
     Params,
     PositiveShare,
+    Ranks,
     Section,
     Seed,
     Share,
@@ -297,6 +298,12 @@ class LaunchConfig(Section):
     processes: Annotated[int, Field(ge=1, le=4096)] | None = key(
         None, "local processes; null: one per GPU, on a CPU the smallest number that fits the layout"
     )
+    generators: Ranks | None = key(
+        None,
+        "split placement: the last so many processes of all only generate, a step ahead of the others, which only learn; "
+        "null: every process does both ([long-tails.md](long-tails.md#split-placement)). "
+        "`algorithm.correction.weight` is then `token` by default",
+    )
     timeout_minutes: Minutes = key(
         30.0, "deadline of a collective; of one between GPUs at least the longest of the watchdog's deadlines"
     )
@@ -313,10 +320,12 @@ class LaunchConfig(Section):
 # What a run is doing at any moment has one of these names.
 Phase: TypeAlias = Literal[
     "start", "load", "generate", "reward", "switch", "estimate", "old_log_prob", "ref_log_prob", "update", "checkpoint",
-    "sync", "sync_check", "evaluate", "export",
+    "sync", "sync_check", "evaluate", "export", "wait",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_MINUTES: dict[Phase, float] = {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0}
+_MINUTES: dict[Phase, float] = {
+    "start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0, "wait": 240.0,
+}  # fmt: skip
 
 
 @dataclass

@@ -169,7 +169,7 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
         device.synchronize()
         ranks.barrier()
         begin = time.perf_counter()
-        work = dist.all_reduce(mine, async_op=True)
+        work = dist.all_reduce(mine, group=ranks.device_group, async_op=True)
         _wait(work, f"node {hosts[ranks.rank]}: an all-reduce over all {n} ranks", n if first else None)
         device.synchronize()
         return time.perf_counter() - begin, bool(torch.equal(mine, ramp * sum(factors)))
@@ -223,7 +223,8 @@ def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[NodeF
             ranks.barrier()
             begin = time.perf_counter()
             if ranks.rank in (a, b):
-                work = dist.isend(data, b) if ranks.rank == a else dist.irecv(data, a)
+                group = ranks.device_group
+                work = dist.isend(data, b, group) if ranks.rank == a else dist.irecv(data, a, group)
                 what = f"{sender} -> {receiver}: a message of the first rank there to the first here"
                 _wait(work, what, ranks.world if i == 0 else None)
             device.synchronize()

@@ -32,6 +32,7 @@ class MetRanks:
     group: dist.ProcessGroup  # gloo, all ranks
     store: dist.Store  # where every rank writes how often it has met the others
     meetings: int = 0
+    device_group: dist.ProcessGroup | None = None  # torch's world
 
     def all_gather(self, item: T) -> list[T]:
         out = [item] * self.world

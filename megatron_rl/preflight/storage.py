@@ -7,12 +7,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.local import checkpoint_bytes, weight_files
 from megatron_rl.preflight.verdict import WARNING, Measured, NodeFinding
 from megatron_rl.runtime.disk import size_text
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 _PART = 2**28  # bytes that a rank reads at most
@@ -29,6 +32,9 @@ class Ranks(Protocol):
 
     @property
     def world(self) -> int: ...
+
+    @property
+    def device_group(self) -> dist.ProcessGroup | None: ...
 
     def all_gather(self, item: T) -> list[T]: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 from collections.abc import Iterator
 
 from megatron_rl.runtime import device, leftovers
@@ -54,10 +55,12 @@ def engine_start(grid: ProcessGrid) -> Iterator[None]:
     that `leftovers.remove_abandoned` knows.
     """
     is_first_here = os.environ.get("LOCAL_RANK", str(grid.rank)) == "0"
+    if grid.link is not None:
+        is_first_here = grid.all_gather(socket.gethostname()).index(socket.gethostname()) == grid.rank
     if is_first_here:
         leftovers.remove_abandoned()  # before a rank of this run makes any: a port's segments may be of an earlier run
     grid.barrier()
-    with leftovers.claimed_segments(), named_segments(leftovers.SHARED_MEMORY), _own_sockets():
+    with leftovers.claimed_segments(), named_segments(leftovers.SHARED_MEMORY), _own_sockets(), _own_world(grid):
         try:
             yield
         except OSError as error:  # Python's semaphores lie in shared memory, too, and their error names no path
@@ -67,6 +70,18 @@ def engine_start(grid: ProcessGrid) -> Iterator[None]:
         grid.barrier()
         if is_first_here:
             leftovers.remove_segments()
+
+
+@contextlib.contextmanager
+def _own_world(grid: ProcessGrid) -> Iterator[None]:
+    """vLLM reads its rank there; with split placement the launcher has counted those that learn, too."""
+    names = {"RANK": grid.rank, "WORLD_SIZE": grid.world} if grid.link is not None else {}
+    before = {name: os.environ[name] for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -110,7 +111,22 @@ def chunks(
 # ------------------------------------------------------------------------------------------------------- checkpoints
 def pack(grid: ProcessGrid, waiting: Waiting) -> bytes | None:
     """A file's content, on rank 0: what waits, whichever ranks have it. Every rank calls it."""
-    rollouts = waiting.rollouts
+    arrays = gathered(grid, waiting.rollouts)
+    if arrays is None:
+        return None
+    names = ("opened", "positions", "postponed")
+    return npz(arrays | {name: np.array(getattr(waiting, name), dtype=np.int64) for name in names})
+
+
+def npz(arrays: dict[str, Any]) -> bytes:
+    """A file's content."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def gathered(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, np.ndarray] | None:
+    """Rollouts as arrays, on rank 0, whichever ranks have them: what `flatten` says of each, and what tells whose it is."""
     sizes, own = sizes_of(rollouts), np.flatnonzero(rollouts.facts["source"] == grid.rank).tolist()
     buffer = np.zeros(sizes[own].sum(), dtype=np.uint8)
     for row, view in zip(own, np.split(buffer, np.cumsum(sizes[own])[:-1]), strict=True) if own else ():
@@ -126,18 +142,12 @@ def pack(grid: ProcessGrid, waiting: Waiting) -> bytes | None:
         )
     facts = rollouts.facts.copy()
     facts["source"] = 0  # who has it is the layout's
-    file = io.BytesIO()
-    np.savez(
-        file,
-        ids=np.array([sample.id for sample in rollouts.samples], dtype=np.str_),
-        opened=np.array(waiting.opened, dtype=np.int64),
-        positions=np.array(waiting.positions, dtype=np.int64),
-        postponed=np.array(waiting.postponed, dtype=np.int64),
-        count=np.array(rollouts.count),
-        facts=facts,
-        tokens=np.concatenate([by_row[row] for row in range(len(rollouts))] or [buffer]),
-    )
-    return file.getvalue()
+    return {
+        "ids": np.array([sample.id for sample in rollouts.samples], dtype=np.str_),
+        "count": np.array(rollouts.count),
+        "facts": facts,
+        "tokens": np.concatenate([by_row[row] for row in range(len(rollouts))] or [buffer]),
+    }
 
 
 def unpack(content: bytes, grid: ProcessGrid, sample_at: Callable[[int], Sample]) -> Waiting:

@@ -21,7 +21,6 @@ from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.vllm_probe import VllmProbe
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
-from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.inventory import Key
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
 from megatron_rl.weights.sync_plan import BUCKET_BYTES, Plan, make_plan
@@ -82,9 +81,17 @@ class TrainedWeights(Protocol):
         """(PEFT's name, full tensor) of every adapter, likewise."""
         ...
 
-    def shard_proof(self) -> ShardProof:
+    def shard_proof(self) -> Proof:
         """A comparison of full tensors under Hugging Face's names with this rank's own shards."""
         ...
+
+
+class Proof(Protocol):
+    """`weights.check_shards.ShardProof` is one."""
+
+    def watching(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]: ...
+    def wrong(self) -> list[str]: ...
+    def missing(self) -> list[str]: ...
 
 
 class EngineProbe(Protocol):
@@ -163,6 +170,8 @@ class WeightSync(ABC):
         with; where there is none, says which of the two computes otherwise when asked again. What was sent has been compared
         by `push`. `log_probs`: the engine's, float32 [tokens]."""
         again = [np.abs(np.concatenate(self.engine.score(scored.sequences, scored.images)) - log_probs).max()]
+        if self.grid.link is not None:
+            return "Every tensor came as the actor holds it: the two compute differently (model.dtype, actor.fp8, kernels)."
         self._probe.drop_cache()
         again.append(np.abs(np.concatenate(scored.again()) - np.concatenate(scored.log_probs)).max())
         if difference := self._probe.first_difference(self.source.iter_hf_weights()):
@@ -187,7 +196,8 @@ class SlicedSync(WeightSync):
     ) -> None:
         super().__init__(config, grid, source, engine, probe)
         timeout = timedelta(minutes=config.launch.timeout_minutes)
-        self.transfer = Transfer(_plan(config, grid, source), source.weights(), source.dtype, grid, timeout)
+        plan = sliced_plan(config, grid, source)
+        self.transfer = Transfer(plan, source.weights(), source.dtype, grid.everyone, timeout)
 
     def push(self) -> None:
         with self.engine.loading_shards(self.transfer.wanted, self.source.optimizer_steps) as loader:
@@ -228,25 +238,26 @@ def make_sync(
     if config.actor.lora is not None and config.actor.lora.sync == "adapters":
         return AdapterSync(config, grid, source, engine, probe)
     if config.rollout.sync == "sliced":
-        reason = _no_plan(config, grid, source, engine)
+        reason = no_plan(config, grid, source, engine)
         if reason is None:
             return SlicedSync(config, grid, source, engine, probe)
         note(f"weights go to the engine whole, not in slices: {reason}")
     return WholeSync(config, grid, source, engine, probe)
 
 
-def _no_plan(config: Config, grid: ProcessGrid, source: TrainedWeights, engine: VllmEngine) -> str | None:
-    """Why the weights cannot go in slices, the same on every rank; None: they can."""
+def no_plan(config: Config, grid: ProcessGrid, source: TrainedWeights, engine: VllmEngine | None) -> str | None:
+    """Why the weights cannot go in slices, the same on every rank; None: they can. `engine`: None on a rank without one."""
     model, reason = source.model, None
     if name := unplaced(model):
         reason = f"family `{model.family.name}` does not say where vLLM keeps {name}"
     else:
-        declared, actual = EngineLayout.of(config.rollout).parameters(model), engine.shard_shapes()
+        declared = EngineLayout.of(config.rollout).parameters(model)
+        actual = declared if engine is None else engine.shard_shapes()
         if name := next((name for name in {**declared, **actual} if declared.get(name) != actual.get(name)), None):
             reason = f"vLLM's {name} is {actual.get(name)}, where {declared.get(name)} was expected"
         elif odd := next(_other_dtypes(source), None):
             reason = f"the actor holds {odd} beside {source.dtype}"
-    return next(filter(None, grid.all_gather(reason)), None)
+    return next(filter(None, grid.everyone.all_gather(reason)), None)
 
 
 def _other_dtypes(source: TrainedWeights) -> Iterator[torch.dtype]:
@@ -257,9 +268,11 @@ def _other_dtypes(source: TrainedWeights) -> Iterator[torch.dtype]:
             yield weight.dtype
 
 
-def _plan(config: Config, grid: ProcessGrid, source: TrainedWeights) -> Plan:
-    layout = ActorLayout.of(config.actor.parallel, source.model.dims["layers"], grid.world)
+def sliced_plan(config: Config, grid: ProcessGrid, source: TrainedWeights) -> Plan:
+    everyone, generators = grid.everyone, config.launch.generators or 0
+    layout = ActorLayout.of(config.actor.parallel, source.model.dims["layers"], everyone.world - generators)
     elements = BUCKET_BYTES // source.dtype.itemsize
     # Nodes may be of several sizes; every rank has to make the same plan.
-    node = min(grid.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", grid.world))))
-    return make_plan(source.model, layout, EngineLayout.of(config.rollout), bucket_elements=elements, node=node)
+    node = min(everyone.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", everyone.world))))
+    engine = EngineLayout.of(config.rollout, generators)
+    return make_plan(source.model, layout, engine, bucket_elements=elements, node=node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -59,10 +59,24 @@ class ProcessGrid:
     engine: EngineGroup = EngineGroup()
     # For what few ranks tell each other; None where the world was there before `initialize`.
     store: dist.Store | None = None
+    # Of tensors on the device; None: torch's world, which is this grid's.
+    device_group: dist.ProcessGroup | None = None
+    # With split placement: the ranks of both roles, those that learn first. This grid is then of one role.
+    link: ProcessGrid | None = None
+    learners: int = 0  # of `link`'s ranks; 0: every process has both roles
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def everyone(self) -> ProcessGrid:
+        """The ranks of all processes of the run."""
+        return self.link or self
+
+    @property
+    def generates_only(self) -> bool:
+        return self.link is not None and self.link.rank >= self.learners
 
     @property
     def is_last_stage(self) -> bool:
@@ -86,10 +100,10 @@ class ProcessGrid:
         dist.gather_object(item, out, group=self.host_group)
         return out or []
 
-    def broadcast(self, item: T) -> T:
-        """Rank 0's item."""
+    def broadcast(self, item: T, source: int = 0) -> T:
+        """The item of a rank."""
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -148,8 +162,12 @@ def initialize(
     gpu_timeout_minutes: float | None = None,
     fp32_scales: bool = True,
     engine_ranks: int = 1,
+    generators: int = 0,
 ) -> ProcessGrid:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
+
+    With `generators`, the last so many processes only generate: each of the two roles is torch's world to its own processes
+    from here on, and Megatron-Core and vLLM know nothing of the other. What joins them is `ProcessGrid.link`.
 
     Args:
         timeout_minutes: after which a collective raises an error.
@@ -178,6 +196,18 @@ def initialize(
         # a new group take part in a split also where the group is gloo's, as some of Megatron's and vLLM's are; its members
         # do not, and the others would wait for ever (distributed_c10d, `_new_process_group_helper`).
         dist.init_process_group(device.backend(), store=default, rank=rank, world_size=world, timeout=timeout)
+    link, learners = None, world - generators
+    if generators:
+        link = _enter_role(rank, world, learners, timedelta(minutes=minutes))
+        rank, world = dist.get_rank(), dist.get_world_size()
+    shared = store and dist.PrefixStore("megatron_rl", store)
+    if link is not None and link.rank >= learners:
+        host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+        engine = _engine_group(rank, world, engine_ranks, timeout_minutes)
+        in_role = replace(
+            link, rank=rank, world=world, dp=world, dp_rank=rank, host_group=host_group, device_group=None
+        )
+        return replace(in_role, engine=engine, store=shared, link=link, learners=learners)
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -205,10 +235,22 @@ def initialize(
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         host_group=host_group,
-        engine=_engine_group(rank, world, engine_ranks, timeout_minutes),
-        store=store and dist.PrefixStore("megatron_rl", store),
+        engine=_engine_group(rank, world, engine_ranks if link is None else 1, timeout_minutes),
+        store=shared,
         replicas=tuple(tuple(r for r in range(world) if dp_ranks[r] == replica) for replica in range(dp)),
+        link=link,
+        learners=learners if generators else 0,
     )
+
+
+def _enter_role(rank: int, world: int, learners: int, timeout: timedelta) -> ProcessGrid:
+    """Makes the processes of this one's role torch's world. Returns the grid of all, in which one role waits for the other:
+    the watchdog has the deadline of that, and a process that ends closes its connections."""
+    host = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    tensors = dist.new_group(backend=device.backend(), timeout=timedelta(days=30))
+    of_roles = [dist.new_group(ranks, timeout) for ranks in (range(learners), range(learners, world))]
+    torch_dist.make_world(of_roles[rank >= learners])
+    return replace(ALONE, rank=rank, world=world, dp=world, dp_rank=rank, host_group=host, device_group=tensors)
 
 
 def _engine_group(rank: int, world: int, size: int, timeout_minutes: float) -> EngineGroup:

@@ -193,7 +193,8 @@ def verdict(
 
 
 def _behind(facts: Mapping[int, Beat]) -> list[int]:
-    """Ranks that the others wait for, where all answer."""
+    """Ranks that the others wait for, where all answer. With split placement those of one role wait for the other's."""
+    facts = {rank: fact for rank, fact in facts.items() if fact["phase"] != "wait"} or facts
     fewest = min(fact["entered"] for fact in facts.values())
     ranks = [rank for rank, fact in facts.items() if fact["entered"] == fewest]
     if len(ranks) == len(facts) and len(ranks) > 1:

@@ -95,6 +95,12 @@ def recorded_collectives() -> list[tuple[Collective, str]]:
     return [by_start[key] for key in sorted(by_start)]
 
 
+def make_world(group: dist.ProcessGroup) -> None:
+    """Makes a group torch's world: from here on its ranks are all there are, counted from 0, to what names no group in this
+    process, and to groups that are made. Groups that are there keep their ranks."""
+    dist.distributed_c10d._update_default_pg(group)
+
+
 INIT = "__init__"  # of `dist.ProcessGroupGloo`, compiled: without a signature that could be compared
 
 

@@ -22,7 +22,6 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf_config import with_dtype
-from megatron_rl.rollout.partial import WAITING, pack
 from megatron_rl.runtime import disk, provenance
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
@@ -167,11 +166,7 @@ class Checkpoints:
         compatibility.check_tokenizer(self.folder, folder)
         compatibility.check_estimator(saved, learner.algorithm.estimator.name, folder)
         compatibility.check_stage(state, config.sft.steps, folder)
-        if config.rollout.partial is None and (folder / WAITING).exists():
-            raise CheckpointError(
-                f"{folder}: responses wait in it, whose prompts would be lost; set rollout.partial as in its recipe.yaml, or "
-                "start over with --resume never"
-            )
+        compatibility.check_drawn(config, folder)
 
     def _set_later_aside(self, state: State) -> None:
         roots = [(self.root(state.warming_up), state.stage_step)]
@@ -252,9 +247,8 @@ class Checkpoints:
             "model": compatibility.model_facts(actor.hf_config),
             "adapters": self.adapters,
         }
-        waiting = None if state.waiting is None else pack(self._grid, state.waiting)  # every rank packs
         files = {
-            **({WAITING: waiting} if waiting is not None else {}),
+            **state.drawn(self._grid),
             "state.json": (json.dumps(progress, indent=1, sort_keys=True) + "\n").encode(),
             "recipe.yaml": to_yaml(self.config).encode(),
         }

@@ -13,6 +13,8 @@ from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf_config import JSON, HFConfig
+from megatron_rl.rollout.ahead import AHEAD
+from megatron_rl.rollout.partial import WAITING
 from megatron_rl.trainer.state import State
 from megatron_rl.weights.files import companions
 
@@ -89,6 +91,20 @@ def check_stage(state: State, steps: int, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} is of step {state.warm_up} of the warm-up, and the recipe's has sft.steps = {steps}; set it back, or "
             "start over with --resume never"
+        )
+
+
+def check_drawn(config: Config, folder: Path) -> None:
+    """What was drawn and not trained on needs the keys that it was drawn with."""
+    if config.rollout.partial is None and (folder / WAITING).exists():
+        raise CheckpointError(
+            f"{folder}: responses wait in it, whose prompts would be lost; set rollout.partial as in its recipe.yaml, or "
+            "start over with --resume never"
+        )
+    if config.launch.generators is None and (folder / AHEAD).exists():
+        raise CheckpointError(
+            f"{folder}: the next step's responses are in it, drawn by earlier weights; set launch.generators as in its "
+            "recipe.yaml, or start over with --resume never"
         )
 
 

@@ -54,6 +54,12 @@ def evaluate(sampler: Sampler, report: Reporter, step: int) -> dict[str, float]:
     return answers.metrics()
 
 
+def evaluates(config: Config, step: int) -> bool:
+    """Whether the weights after a step are evaluated."""
+    trainer = config.trainer
+    return bool(trainer.eval_every and step % trainer.eval_every == 0) or step == trainer.steps
+
+
 def _answer(
     sampler: Sampler,
     step: int,

@@ -76,7 +76,8 @@ class Learner:
             self.config.rollout.partial,
         )
         per_step = self.config.trainer.minibatches * self.config.trainer.epochs
-        oldest = newest - (partial.max_staleness * per_step if partial is not None else 0)
+        ahead = int(self.config.launch.generators is not None)  # drawn while the last step was learned from
+        oldest = newest - ((0 if partial is None else partial.max_staleness) + ahead) * per_step
         if not oldest <= versions[0] <= versions[-1] <= newest:
             raise ValueError(
                 f"rollouts were drawn with weights of optimizer steps {versions}, and the actor is at step "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.evaluate import evaluates
 from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.record_texts import write_texts
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
-from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
+from megatron_rl.trainer.shown import decode, fetch_to_rank0, remarks_of
 from megatron_rl.trainer.step_metrics import (
     conversation_metrics,
     response_metrics,
@@ -35,18 +35,19 @@ def train(run: Run, resume: str) -> None:
         )
         checkpoints.export()  # the previous attempt's may have failed
         return
-    run.start_engine()
+    run.start_engine(evaluates=not resumed)
     run.report.begin("RL", run.state.step, config.trainer.steps)
     if not resumed:  # every checkpoint, also that of step 0, is written after this
-        scores = evaluate(run.sampler, run.report, step=0)
+        scores = run.evaluate(step=0)
         run.report.log(0, scores | run.sampler.take_counters() | run.timer.memory.metrics())
         if config.checkpoint.every:
             run.hand_device_to_actor()
             checkpoints.save(run.state, scores)
-            run.hand_device_to_engine()
+            if run.generators is None:
+                run.hand_device_to_engine()
     while run.state.step < config.trainer.steps:
         try:
-            run.stop.check(run.grid)
+            run.check_stop()
             step(run)
         except StopRequested:
             run.hand_device_to_actor()
@@ -67,23 +68,26 @@ def step(run: Run) -> None:
     sampler, learner = run.sampler, run.learner
     run.timer.start(number)
 
-    rollouts, state = sampler.sample(number, run.state)
-    run.stop.check(run.grid)
-    greedy = sampler.sample_greedily(rollouts.samples, number) if learner.algorithm.estimator.needs.greedy else None
-    run.stop.check(run.grid)  # the last one: estimators and weights change from here on, so the step is finished
+    batch, state = run.next_batch(number)  # estimators and weights change from here on, so the step is finished
+    rollouts = batch.rollouts
 
     with run.timer("switch"):
         run.hand_device_to_actor()
-    table = sampler.reward_table(rollouts, greedy)
+    table = sampler.reward_table(rollouts, batch.greedy)
     with run.timer("estimate"):
         estimate = learner.compute_advantages(table, rollouts)
-        batch = learner.train_batch(rollouts, estimate)
+        train_batch = learner.train_batch(rollouts, estimate)
     log = TokenLog() if run.report.records(number) else None
     every = config.logging.gradient_variance_every
-    learned = learner.update(batch, estimate.clip_range, log, measure_variance=bool(every) and number % every == 0)
+    learned = learner.update(
+        train_batch, estimate.clip_range, log, measure_variance=bool(every) and number % every == 0
+    )
 
     with run.timer("checkpoint"):
         snapshot = run.checkpoints.capture(number, config.trainer.steps)
+    if run.generators is not None and number < config.trainer.steps:
+        with run.timer("wait"):
+            state = run.generators.next_batch()  # was drawn meanwhile
     scored = difference = None
     if number % config.rollout.sync_check_every == 0:
         with run.timer("sync_check"):
@@ -95,15 +99,15 @@ def step(run: Run) -> None:
             difference = run.sync.check(scored)
     run.state = replace(state, step=number)
 
-    seconds = run.timer.take()
+    seconds = run.timer.take() | dict(batch.seconds)
     metrics = estimate.metrics | reward_metrics(table, rollouts) | response_metrics(rollouts) | learned
     metrics |= conversation_metrics(run.grid, rollouts)
     metrics |= token_reward_metrics(rollouts, config.rewards) | run.checkpoints.metrics()
     metrics |= difference.metrics() if difference is not None else {}
     metrics |= throughput(rollouts, seconds) | seconds
-    if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
-        metrics |= evaluate(sampler, run.report, number)
-    metrics |= sampler.take_counters() | run.timer.memory.metrics()
+    if evaluates(config, number):
+        metrics |= run.evaluate(number)
+    metrics |= dict(batch.metrics) | sampler.take_counters() | run.timer.memory.metrics()
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:
         shown = fetch_to_rank0(run.grid, rollouts, count, sampler.tokenizer)
@@ -111,6 +115,7 @@ def step(run: Run) -> None:
         run.report.samples(number, rollouts.samples, shown, estimate.advantages, estimate.turns, details)
     if log is not None:
         path = run.run_dir / "rollouts" / f"step_{number}.npz"
+        decode(sampler.tokenizer, [*rollouts.held.values()])  # no text comes from other ranks
         write_texts(path, run.grid, rollouts)
         record_step(path, run.grid, rollouts, table, estimate, log)
     if snapshot is not None:

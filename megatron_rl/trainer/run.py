@@ -11,7 +11,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.reward import RewardActor
 from megatron_rl.agents import journal
 from megatron_rl.agents.template_remarks import template_remarks
-from megatron_rl.algorithms import make_algorithm
+from megatron_rl.algorithms import Algorithm, make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config, SupervisedConfig
@@ -23,18 +23,23 @@ from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.text_only import NOT_READ
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.ahead import AHEAD, Batch
+from megatron_rl.rollout.ahead import unpack as unpack_ahead
 from megatron_rl.rollout.partial import WAITING
+from megatron_rl.rollout.split_sync import Publisher
 from megatron_rl.rollout.sync import Scored, WeightSync, make_sync
-from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.vllm_engine import VllmEngine, max_length
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.tasks import Prompts
 from megatron_rl.tasks.loading import check_demonstrations, load_prompts
 from megatron_rl.tasks.preferences import PreferencePairs, load_pairs
 from megatron_rl.trainer.checkpoints import Checkpoints
+from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.generator import GeneratorRun, Generators, Relay
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.partial_sampling import check_prompts
 from megatron_rl.trainer.report import Reporter
@@ -59,15 +64,20 @@ class Run:
     pairs: PreferencePairs | None = None  # of a reward model's run
     state: State = field(default_factory=State)
     actor_has_device: bool = True
-    started_sync: WeightSync | None = None  # from `start_engine` on
+    started_sync: WeightSync | Publisher | None = None  # from `start_engine` on
+    generators: Generators | None = None  # with split placement: the other ranks; None: these generate, too
 
     @property
-    def sync(self) -> WeightSync:
+    def sync(self) -> WeightSync | Publisher:
         assert self.started_sync is not None, "start_engine has not been called"
         return self.started_sync
 
-    def start_engine(self) -> None:
-        """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
+    def start_engine(self, evaluates: bool = False) -> None:
+        """Starts the engine, gives it the actor's weights, and proves that it computes what the actor does. `evaluates`: they
+        will be evaluated."""
+        if self.generators is not None:
+            self._begin_generators(self.generators, evaluates)
+            return
         with self.report.apart("engine start"), self.timer.untimed("start", "starting the engine"):
             actor, sampler = self.learner.actor, self.sampler
             actor.offload()  # vLLM wants its whole share of the device free when it starts
@@ -81,6 +91,49 @@ class Run:
             self.hand_device_to_engine()
             self.sync.check(scored)
 
+    def _begin_generators(self, generators: Generators, evaluates: bool) -> None:
+        with self.report.apart("engine start"), self.timer.untimed("start", "waiting for the engines"):
+            actor = self.learner.actor
+            generators.begin(self.state, evaluates)
+            self.sampler.max_scored = max_length(self.config.rollout, actor.model) - 1
+            self.started_sync = publisher = Publisher(self.config, self.grid, actor)
+            if publisher.why_whole is not None:
+                self.report.note(f"weights go to the engine whole, not in slices: {publisher.why_whole}")
+            scored = self.score_by_actor()
+            publisher.push()
+            publisher.check(scored)
+
+    def check_stop(self) -> None:
+        """Raises StopRequested where the run is to stop here, on every rank."""
+        if self.generators is None:
+            self.stop.check(self.grid)
+        elif self.generators.signum:  # as both roles have agreed
+            raise StopRequested(self.generators.signum)
+
+    def next_batch(self, number: int) -> tuple[Batch, State]:
+        """A step's rollouts, and the state with their prompts taken.
+
+        Raises:
+            StopRequested: nothing has changed yet.
+        """
+        if self.generators is None:
+            return self.sampler.batch(
+                number, self.state, self.learner.algorithm.estimator.needs.greedy, self.check_stop
+            )
+        if self.state.ahead is None:  # the first
+            with self.timer("wait"):
+                self.state = replace(self.generators.next_batch(), step=self.state.step)
+            self.check_stop()
+        assert self.state.ahead is not None
+        return self.state.ahead, replace(self.state, ahead=None)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics of every eval task under the engine's current weights."""
+        if self.generators is None:
+            return evaluate(self.sampler, self.report, step)
+        with self.timer.untimed("wait", "waiting for the evaluation"):
+            return self.generators.scores()
+
     def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
         """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
         return self.learner.score(*self.sampler.sequences_to_check(rollouts))
@@ -90,6 +143,9 @@ class Run:
         state = self.checkpoints.resume(resume, optimizer, total_updates)
         self.state = state or self.state
         folder = self.checkpoints.continued
+        if folder is not None and (folder / AHEAD).exists():
+            samples = {sample.id: sample for sample in self.sampler.prompts.train}
+            self.state = replace(self.state, ahead=unpack_ahead((folder / AHEAD).read_bytes(), self.grid, samples))
         if folder is not None and (folder / WAITING).exists():
             self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
         return state is not None
@@ -99,8 +155,11 @@ class Run:
 
         On a GPU its weights are mapped first, filled from the actor, and only then does its KV cache come back: the two
         copies of the weights overlap, the cache and the actor's gradients never do, and with `actor.offload_weights` nor do
-        the cache and the actor's weights. On a CPU nothing moves.
+        the cache and the actor's weights. On a CPU nothing moves, nor with split placement, but for the weights.
         """
+        if self.generators is not None:
+            self.sync.push()
+            return
         actor, sampler = self.learner.actor, self.sampler
         actor.offload()
         sampler.engine.wake("weights")
@@ -120,6 +179,8 @@ class Run:
             self.actor_has_device = True
 
     def close(self) -> None:
+        if self.generators is not None:
+            self.generators.dismiss(self.stop.signum)
         self.checkpoints.close()
         self.report.close()
         self.sampler.close()
@@ -133,17 +194,55 @@ def build_run(
     stop: StopFlag | None = None,
     ownership: Ownership | None = None,
 ) -> Run:
-    """Loads data, model and rewards on every rank. `ownership`: rank 0's, of the run folder.
+    """Loads data, model and rewards on every rank that learns. `ownership`: rank 0's, of the run folder.
 
     Raises:
         ValueError: for what only data can show: an empty task, prompts that are too long, a demonstration missing.
     """
+    report = Reporter(config, run_dir, grid, command)
+    algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    sampler = _sampler(config, grid, run_dir, command, report, algorithm)
+    stop, timer = stop or StopFlag(), sampler.timer
+    pairs = None
+    if command == "reward-model":
+        vocab_size = model_of(read_hf_config(sampler.folder)).dims["vocab"]
+        pairs = load_pairs(sampler.prompts, sampler.tokenizer, config.rollout, vocab_size, report.note)
+        set_steps(config.reward_model, len(pairs.train))
+    weights = open_weights(sampler.folder)
+    actor = (Actor if pairs is None else RewardActor)(config, grid, sampler.folder, weights)
+    learner = Learner(config, actor, algorithm, timer)
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        grid=grid,
+        sampler=sampler,
+        learner=learner,
+        checkpoints=Checkpoints(config, run_dir, grid, sampler.folder, learner, report, timer, ownership),
+        report=report,
+        timer=timer,
+        stop=stop,
+        pairs=pairs,
+        generators=None if grid.link is None else Generators(grid, sampler.prompts.train, report, stop),
+    )
+
+
+def build_generator(config: Config, grid: ProcessGrid, run_dir: Path, stop: StopFlag) -> GeneratorRun:
+    """What a rank that only generates loads: data and rewards. Raises ValueError as `build_run`."""
+    report = Relay(config, run_dir, grid)
+    algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    sampler = _sampler(config, grid, run_dir, "train", report, algorithm)
+    return GeneratorRun(config, grid, sampler, algorithm.estimator.needs.greedy, report, sampler.timer, stop)
+
+
+def _sampler(
+    config: Config, grid: ProcessGrid, run_dir: Path, command: str, report: Reporter, algorithm: Algorithm
+) -> Sampler:
+    """Prompts and rewards, checked against one another."""
     from transformers import AutoTokenizer
 
-    report = Reporter(config, run_dir, grid, command)
     report.phase("loading the model and the tasks")
     folder = model_folder(config, report, run_dir)
-    grid.barrier()
+    grid.everyone.barrier()
     if read_hf_config(folder) != stored_hf_config(folder):
         report.note(f"{folder}: only the language model is read, not {' nor '.join(f'{name}*' for name in NOT_READ)}")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -153,46 +252,27 @@ def build_run(
     if command == "sft" or config.sft.wanted:
         check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)
         set_steps(config.sft, sum(sample.demonstration is not None for sample in prompts.train))
-    pairs = None
-    if command == "reward-model":
-        vocab_size = model_of(read_hf_config(folder)).dims["vocab"]
-        pairs = load_pairs(prompts, tokenizer, config.rollout, vocab_size, report.note)
-        set_steps(config.reward_model, len(pairs.train))
-    algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
     if command == "train":
         _check_token_rewards(config, scorer, tokenizer, prompts)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
         scorer.check(samples)
-        if grid.is_main:
+        if grid.everyone.is_main:
             for doubt in scorer.doubts(samples):
                 report.warn(doubt)
     if command == "train" and config.rollout.partial is not None:
         check_prompts(config, prompts)
-    scorer.open(run_dir, grid.rank, grid.world)
-    if command == "train" and config.rollout.fp8 != "none":
+    if grid.link is None or grid.generates_only:
+        scorer.open(run_dir, grid.rank, grid.world)
+    if command == "train" and config.rollout.fp8 != "none" and grid.everyone.is_main:
         weight = config.algorithm.correction.weight
         report.note(f"rollouts are drawn with weights in FP8, corrected by algorithm.correction.weight={weight}")
         if taken := environment.overridden():
             report.note(f"the environment's {', '.join(taken)} changes what the engine computes in FP8 (docs/gpu.md)")
-    timer = StepTimer(report.phase)
-    actor = (Actor if pairs is None else RewardActor)(config, grid, folder, open_weights(folder))
-    learner = Learner(config, actor, algorithm, timer)
-    sampler = Sampler(config, grid, folder, tokenizer, prompts, scorer, report, timer)
+    sampler = Sampler(config, grid, folder, tokenizer, prompts, scorer, report, StepTimer(report.phase))
     if command == "train" and config.checkpoint.every and any(sample.agent is not None for sample in prompts.train):
         sampler.journal = run_dir / journal.FOLDER
-    return Run(
-        config=config,
-        run_dir=run_dir,
-        grid=grid,
-        sampler=sampler,
-        learner=learner,
-        checkpoints=Checkpoints(config, run_dir, grid, folder, learner, report, timer, ownership),
-        report=report,
-        timer=timer,
-        stop=stop or StopFlag(),
-        pairs=pairs,
-    )
+    return sampler
 
 
 def _check_token_rewards(config: Config, scorer: Scorer, tokenizer: Tokenizer, prompts: Prompts) -> None:

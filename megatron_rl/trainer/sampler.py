@@ -20,6 +20,7 @@ from megatron_rl.data.rollout import Rollout, Rollouts, scored_sample
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer, ScoringStats
+from megatron_rl.rollout.ahead import Batch
 from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import Engine, Failure
 from megatron_rl.rollout.episode import MakeEpisode, Poll, single_turn
@@ -62,6 +63,7 @@ class Sampler:
         self._scored = ScoringStats()  # what slow rewards did in it
         self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
         self._engine: Engine | None = None  # until `use`
+        self.max_scored = 0  # tokens of the longest sequence that the check of a weight sync takes; until `use`
         self._conversations: Conversations | None = None  # until a prompt has an agent
         self._read = Counter[str]()  # see `Conversations.take_read`; of all engines, in the current step
         self._drafts = Counter[str]()  # see `Drafts.take_counts`; of all engines, in the current step
@@ -72,6 +74,7 @@ class Sampler:
     def use(self, engine: Engine) -> None:
         """Samples with this engine from here on; it ends with the sampler."""
         self._engine, self._dispatcher = engine, Dispatcher(self.grid, engine.room)
+        self.max_scored = engine.max_scored
 
     @property
     def has_engine(self) -> bool:
@@ -95,7 +98,7 @@ class Sampler:
             rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
             samples, sequences = [rollouts.sample(row) for row in rows], self._sequences(rollouts, rows)
         scored = [
-            (tokens[: self.engine.max_scored], sample.images)
+            (tokens[: self.max_scored], sample.images)
             for tokens, sample in zip(sequences, samples, strict=True)
             if len(tokens) > 1
         ]
@@ -155,6 +158,15 @@ class Sampler:
         count = config.trainer.prompts_per_step
         drawn = self.scored_groups(distinct(self.training_prompts(state.position, count), []), step)
         return drawn, replace(state, position=state.position + count)
+
+    def batch(self, step: int, state: State, greedy: bool, stop: Callable[[], None]) -> tuple[Batch, State]:
+        """A step's scored rollouts, and the state with their prompts taken. `greedy`: beside them one greedy rollout of each
+        prompt. `stop`: called where sampling may end for good."""
+        rollouts, state = self.sample(step, state)
+        stop()
+        drawn_greedily = self.sample_greedily(rollouts.samples, step) if greedy else None
+        stop()
+        return Batch(rollouts, drawn_greedily), state
 
     def scored_groups(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """A step's scored groups of these prompts."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.rollout.partial import Waiting
+from megatron_rl.rollout.ahead import AHEAD, Batch
+from megatron_rl.rollout.ahead import pack as pack_ahead
+from megatron_rl.rollout.partial import WAITING, Waiting, pack
+from megatron_rl.runtime.distributed import ProcessGrid
 
 if TYPE_CHECKING:  # an evaluation of a served model has no Megatron-Core
     from megatron_rl.checkpoint.store import SavedState
@@ -16,7 +19,7 @@ class State:
     """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
 
     Randomness needs no state: every seed is a function of the recipe's seed and the step. Nor does the sampler: which prompts
-    come next follows from `position`, and what waits of partial rollouts is `waiting`.
+    come next follows from `position`, behind those of `ahead`, and what waits of partial rollouts is `waiting`.
     """
 
     step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
@@ -25,6 +28,7 @@ class State:
     warming_up: bool = False  # in the SFT steps before RL
     groups_drawn: int = 0  # with dynamic sampling: until the last step had its groups; 0: before the first
     waiting: Waiting | None = None  # with partial rollouts: what is open; None: nothing
+    ahead: Batch | None = None  # with split placement: the next step's, which is drawn already; None: nothing is
 
     @classmethod
     def of(cls, saved: SavedState) -> State:
@@ -36,6 +40,13 @@ class State:
     def stage_step(self) -> int:
         """Steps done of the stage that the run is in."""
         return self.warm_up if self.warming_up else self.step
+
+    def drawn(self, grid: ProcessGrid) -> dict[str, bytes]:
+        """A checkpoint's files of rollouts that were drawn and not trained on yet, on rank 0. Every rank calls it."""
+        waiting = None if self.waiting is None else pack(grid, self.waiting)
+        ahead = None if self.ahead is None else pack_ahead(grid, self.ahead)
+        files = {WAITING: waiting, AHEAD: ahead}
+        return {name: content for name, content in files.items() if content is not None}
 
     def progress(self) -> dict[str, int]:
         drawn = {"groups_drawn": self.groups_drawn} if self.groups_drawn else {}

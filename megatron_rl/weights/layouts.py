@@ -191,14 +191,20 @@ def _stage_of(layers: tuple[tuple[int, ...], ...]) -> dict[int, int]:
 class EngineLayout:
     """Where vLLM 0.32 puts the weights (model_executor/layers: linear.py, vocab_parallel_embedding.py, fused_moe): engines of
     `tensor` consecutive ranks. `expert`: with `enable_expert_parallel`, whole experts per rank instead of a part of each.
+    `generators`: ranks behind the actor's, which alone are engines; 0: the actor's are.
     """
 
     tensor: int = 1
     expert: bool = False
+    generators: int = 0
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> EngineLayout:
-        return cls(rollout.tensor_parallel, rollout.expert_parallel)
+    def of(cls, rollout: RolloutConfig, generators: int = 0) -> EngineLayout:
+        return cls(rollout.tensor_parallel, rollout.expert_parallel, generators)
+
+    def ranks(self, actor: ActorLayout) -> range:
+        """The ranks that are engines."""
+        return range(actor.world, actor.world + self.generators) if self.generators else range(actor.world)
 
     def pieces(self, model: Model, rule: Rule, place: int) -> tuple[Piece, ...]:
         """Slices that the engine's rank `place` needs of a rule, in the order of its parameters."""

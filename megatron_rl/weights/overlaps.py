@@ -120,8 +120,9 @@ class Flow:
     ) -> Flow:
         """`node`: ranks of a machine. A rank that a machine shares with a holder asks that one, another asks any."""
         cells, ranks = actor.cells(rule), actor.stage_ranks
-        engines = actor.world // engine.tensor
-        target = (np.arange(engines)[:, None] * engine.tensor + pairs.place).ravel()
+        of_engines = engine.ranks(actor)
+        engines = len(of_engines) // engine.tensor
+        target = (of_engines.start + np.arange(engines)[:, None] * engine.tensor + pairs.place).ravel()
         pair = np.tile(np.arange(len(pairs.place)), engines)
         cell = pairs.cell[pair]
         mine = np.isin(target // ranks, stages) & (target % ranks % cells == cell)
@@ -129,7 +130,7 @@ class Flow:
             np.concatenate([stage * ranks + np.arange(number, ranks, cells) for stage in stages])
             for number in range(cells)
         ]
-        lookup = np.tile(np.arange(cells)[:, None], (1, -(-actor.world // node)))
+        lookup = np.tile(np.arange(cells)[:, None], (1, -(-of_engines.stop // node)))
         for number in range(cells):
             for machine in np.unique(groups[number] // node).tolist():
                 lookup[number, machine] = len(groups)

@@ -88,7 +88,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All buckets of one rank, and the parameters that they fill: vLLM's names and shapes."""
+    """All buckets of one rank, and the parameters that they fill: vLLM's names and shapes; none where no engine is."""
 
     rank: int
     buckets: tuple[Bucket, ...]
@@ -162,7 +162,8 @@ class Plan:
         buckets = tuple(
             self._bucket(rank, ships, tuple(names)) for ships, names in zip(self.buckets, finished, strict=True)
         )
-        return RankPlan(rank, buckets, self.engine.parameters(self.model))
+        parameters = self.engine.parameters(self.model) if rank in self.engine.ranks(self.actor) else {}
+        return RankPlan(rank, buckets, parameters)
 
     def _bucket(self, rank: int, shipments: Sequence[_Shipment], finished: tuple[str, ...]) -> Bucket:
         sends: dict[int, list[Move]] = {}
@@ -191,7 +192,12 @@ class Plan:
 
     def traffic(self) -> Iterator[SyncTraffic]:
         """Traffic of each bucket."""
-        return (SyncTraffic.of(shipments, self.actor.world) for shipments in self.buckets)
+        return (SyncTraffic.of(shipments, self.world) for shipments in self.buckets)
+
+    @property
+    def world(self) -> int:
+        """Ranks that send or receive."""
+        return self.engine.ranks(self.actor).stop
 
 
 def make_plan(
@@ -211,15 +217,16 @@ def make_plan(
     Raises:
         ValueError: a layout does not fit the model or the ranks, or the family does not say what vLLM calls a weight.
     """
-    if actor.world % engine.tensor:
-        raise ValueError(f"{actor.world} ranks are no multiple of rollout.tensor_parallel = {engine.tensor}")
+    of_engines = engine.ranks(actor)
+    if len(of_engines) % engine.tensor:
+        raise ValueError(f"{len(of_engines)} ranks are no multiple of rollout.tensor_parallel = {engine.tensor}")
     if unknown := unplaced(model):
         raise ValueError(f"family `{model.family.name}` does not say where vLLM keeps {unknown}")
     pairs = {index: Pairs.of(model, rule, actor, engine) for index, rule in numbered(model)}
     flows: dict[tuple[int, tuple[int, ...]], Flow] = {}
-    load = np.zeros(actor.world)
+    load = np.zeros(of_engines.stop)
     buckets: list[list[_Shipment]] = [[]]
-    filled = SyncTraffic.of((), actor.world)
+    filled = SyncTraffic.of((), of_engines.stop)
 
     def flow(index: int, layer: int) -> Flow:
         rule = model.family.rules[index]

@@ -67,7 +67,7 @@ class Transfer:
     """One rank's part in all weight syncs of a run.
 
     Args:
-        weights: this rank's parameters and mapped buffers of the actor.
+        weights: this rank's parameters and mapped buffers of the actor; none on a rank that only generates.
         dtype: theirs; FP8 parameters travel dequantised.
         timeout: how long a wait for another rank may take.
 
@@ -81,7 +81,7 @@ class Transfer:
         self.model, self._layout, self._plan = plan.model, plan, plan.of(grid.rank)
         self.grid, self.dtype, self._timeout = grid, dtype, timeout
         self._weights = weights
-        self._device = next(iter(weights.values())).device
+        self._device = next((weight.device for weight in weights.values()), device.device())
         self._held: dict[Key, Tensor] = {}  # values of the parameters that the current bucket reads
         self._checksums = Checksums()
         self._integers: dict[Move, torch.dtype] = {}
@@ -91,8 +91,9 @@ class Transfer:
         for bucket in self._plan.buckets:
             for move in _arriving(bucket):
                 self.wanted[self._name(move.box)] += self._size(move)
-        for name, size in plan.engine.elements(self.model, grid.rank % plan.engine.tensor, dtype.itemsize).items():
-            if self.wanted[name] != size:
+        place = (grid.rank - plan.engine.ranks(plan.actor).start) % plan.engine.tensor
+        for name, size in plan.engine.elements(self.model, place, dtype.itemsize).items():
+            if self.wanted.get(name, size) != size:
                 raise SyncError(f"the plan of the weight sync brings {self.wanted[name]} of {size} elements of {name}")
         if grid.world > 1:
             self._agree()
@@ -110,7 +111,7 @@ class Transfer:
             for found in (sends, receives)
         )
         said = torch.empty_like(mine)
-        dist.all_to_all_single(said, mine)
+        dist.all_to_all_single(said, mine, group=self.grid.device_group)
         other = torch.nonzero(said != expected).flatten().tolist()
         for target, sources in enumerate(self.grid.all_gather(other)):
             if sources:
@@ -142,11 +143,8 @@ class Transfer:
         bucket, here = self._plan.buckets[number], self.grid.rank
         receives = [self._message(source, here, number, moves) for source, moves in bucket.receives.items()]
         sends = [self._message(here, target, number, moves) for target, moves in bucket.sends.items()]
-        local = (
-            [Message(here, here, number, bucket.copies, torch.empty(0, dtype=self.dtype, device=self._device))]
-            if bucket.copies
-            else []
-        )
+        own = Message(here, here, number, bucket.copies, torch.empty(0, dtype=self.dtype, device=self._device))
+        local = [own] if bucket.copies else []
         for message in sends:
             self.pack(message)
         for message in sends + local:
@@ -154,8 +152,9 @@ class Transfer:
                 self._add(move, self.source(move))
         self._held.clear()
         self._keep(self._sent, [(message.target, message) for message in sends + local])
-        operations = [dist.P2POp(dist.irecv, message.buffer, message.source, tag=number) for message in receives]
-        operations += [dist.P2POp(dist.isend, message.buffer, message.target, tag=number) for message in sends]
+        group = self.grid.device_group
+        operations = [dist.P2POp(dist.irecv, message.buffer, message.source, group, number) for message in receives]
+        operations += [dist.P2POp(dist.isend, message.buffer, message.target, group, number) for message in sends]
         names = [f"receive {self._describe(message)}" for message in receives]
         names += [f"send {self._describe(message)}" for message in sends]
         works: list[dist.Work] = []
@@ -287,6 +286,7 @@ class Transfer:
                 torch.cat(sent),
                 output_split_sizes=sizes[0],
                 input_split_sizes=sizes[1],
+                group=self.grid.device_group,
             )
             self._waiting(exchange, "the exchange of checksums")
         differs = (torch.cat(received) != came).any(1).cpu()

@@ -61,7 +61,7 @@ ALWAYS = {
     "evaluation.harness: name",
     "checkpoint: every export",
     "logging: tensorboard wandb mlflow report samples_per_step record_every gradient_variance_every",
-    "launch: processes timeout_minutes preflight",
+    "launch: processes generators timeout_minutes preflight",
     "watchdog: enabled",
 }
 

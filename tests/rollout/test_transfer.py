@@ -72,7 +72,8 @@ def test_a_plan_that_brings_too_little_or_too_much_of_a_weight_is_refused(times:
     def begin(count: int) -> None:
         changed = replace(plan.buckets[-1], copies=[*others, *[last] * count])
         of_rank = replace(plan, buckets=(*plan.buckets[:-1], changed))
-        planned: Any = SimpleNamespace(model=model, engine=EngineLayout(1), of=lambda _: of_rank)
+        actor = ActorLayout.of(ParallelConfig(), 5, 1)
+        planned: Any = SimpleNamespace(model=model, actor=actor, engine=EngineLayout(1), of=lambda _: of_rank)
         Transfer(planned, weights, torch.float32, ALONE, timedelta(seconds=1))
 
     begin(1)

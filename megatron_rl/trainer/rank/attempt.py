@@ -33,6 +33,7 @@ from megatron_rl.trainer.rank.memory_report import memory_parts, remedies
 from megatron_rl.weights.transfer import SyncError
 
 if TYPE_CHECKING:
+    from megatron_rl.trainer.generator import GeneratorRun
     from megatron_rl.trainer.run import Run
 
 
@@ -43,7 +44,7 @@ class Attempt:
         self.config, self.run_dir = config, run_dir
         self.grid: ProcessGrid | None = None
         self.ownership: Ownership | None = None  # rank 0's, of the run folder
-        self.run: Run | None = None  # once it is built
+        self.run: Run | GeneratorRun | None = None  # once it is built
         self.watchdog: Watchdog | None = None
         if folder := os.environ.get(ATTEMPT):  # the launcher's: hangs are noticed from before the ranks find each other
             self._watch(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -61,23 +62,24 @@ class Attempt:
             gpu_timeout_minutes(self.config),
             fp32_scales=not parameters_in_fp8(self.config),
             engine_ranks=self.config.rollout.tensor_parallel,
+            generators=self.config.launch.generators or 0,
         )
-        self.grid = grid
+        self.grid, everyone = grid, grid.everyone
         if self.watchdog is None:  # torchrun
-            folder = grid.broadcast(str(new_attempt(self.run_dir)) if grid.is_main else "")
-            self._watch(Path(folder), grid.rank, grid.world)
+            folder = everyone.broadcast(str(new_attempt(self.run_dir)) if everyone.is_main else "")
+            self._watch(Path(folder), everyone.rank, everyone.world)
         refusal = None
-        if grid.is_main:
+        if everyone.is_main:
             self.ownership = owner.of_this_rank(self.run_dir, os.environ)
             try:
                 self.ownership.take()
             except OwnedError as error:
                 refusal = str(error)
-        refusal = grid.broadcast(refusal)
+        refusal = everyone.broadcast(refusal)
         if refusal is not None:
             raise OwnedError(refusal)
         assert self.watchdog is not None
-        if grid.is_main:
+        if everyone.is_main:
             environment.prepare()  # so that what it sets for vLLM is written down
             provenance.write(self.watchdog.attempt)
             disk.replace(self.watchdog.attempt / "recipe.yaml", to_yaml(self.config))
@@ -100,7 +102,7 @@ class Attempt:
 
     def stopped(self, request: StopRequested) -> int:
         """The exit code of a run that was told to stop; rank 0 says how to continue."""
-        if self.grid is not None and self.grid.is_main:
+        if self.grid is not None and self.grid.everyone.is_main:
             print(f"megatron-rl: {request}; {_how_to_continue(self.run_dir)}", file=sys.stderr)
         return stop_code(request.signum)
 

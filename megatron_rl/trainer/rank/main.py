@@ -19,9 +19,9 @@ def main(job: RankJob) -> int:
     from megatron_rl.seams import torch_compile
 
     torch_compile.leave_out()
-    from megatron_rl.trainer.rank.program import run
+    from megatron_rl.trainer.rank.program import run_rank
 
-    return run(job, stop)
+    return run_rank(job, stop)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,17 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import device
 from megatron_rl.runtime.memory_use import GIB
+from megatron_rl.trainer.generator import GeneratorRun
 from megatron_rl.trainer.run import Run
 
 
-def memory_parts(run: Run) -> dict[str, float]:
+def memory_parts(run: Run | GeneratorRun) -> dict[str, float]:
     """GiB by what holds it, of what stays from step to step; activations and buffers are the rest of a phase's peak."""
-    actor = run.learner.actor
-    gib = {
-        "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
-        "gradients": _gib(b.grad_data for c in actor.ddp_chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
-        "optimizer state": _gib(actor.optimizer_state() if actor.has_optimizer else ()),
-    }
-    if actor.reference is not None:
-        gib["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
+    gib = _of_actor(run.learner.actor) if isinstance(run, Run) else {}
     if run.sampler.has_engine:
         rollout = run.config.rollout
         if device.has_gpu():
@@ -29,6 +24,17 @@ def memory_parts(run: Run) -> dict[str, float]:
             gib["engine while awake: weights, KV cache, graphs"] = rollout.memory_fraction * total
         else:
             gib["engine's KV cache"] = rollout.cpu_cache_gib
+    return gib
+
+
+def _of_actor(actor: Actor) -> dict[str, float]:
+    gib = {
+        "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
+        "gradients": _gib(b.grad_data for c in actor.ddp_chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
+        "optimizer state": _gib(actor.optimizer_state() if actor.has_optimizer else ()),
+    }
+    if actor.reference is not None:
+        gib["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
     return gib
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import sys
@@ -18,14 +19,15 @@ from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.trainer.evaluate import evaluate_only
+from megatron_rl.trainer.generator import generate_ahead
 from megatron_rl.trainer.loop import train
 from megatron_rl.trainer.rank.attempt import Attempt
 from megatron_rl.trainer.reward_model import reward_model
-from megatron_rl.trainer.run import build_run
+from megatron_rl.trainer.run import build_generator, build_run
 from megatron_rl.trainer.sft import sft
 
 
-def run(job: RankJob, stop: StopFlag) -> int:
+def run_rank(job: RankJob, stop: StopFlag) -> int:
     """Runs a command on this rank, with signals noted from now on; returns the exit code."""
     config = load_recipe(job.recipe)
     torch.manual_seed(config.seed)
@@ -35,16 +37,21 @@ def run(job: RankJob, stop: StopFlag) -> int:
         if not within_limits(config):
             return exit_codes.PREFLIGHT
         grid = attempt.join()
-        agree(config, grid)
+        agree(config, grid.everyone)
         if not _fit(config, grid):
             return exit_codes.PREFLIGHT
         if job.command == "evaluate":
             attempt.end_at_once_on(stop)
-        attempt.run = build_run(config, grid, Path(job.run_dir), job.command, stop, attempt.ownership)
+        commands = {"train": train, "sft": sft, "reward-model": reward_model, "evaluate": evaluate_only}
+        if grid.generates_only:
+            attempt.run = generator = build_generator(config, grid, Path(job.run_dir), stop)
+            work = functools.partial(generate_ahead, generator)
+        else:
+            attempt.run = run = build_run(config, grid, Path(job.run_dir), job.command, stop, attempt.ownership)
+            work = functools.partial(commands[job.command], run, job.resume)
         leaving.freeze()
         gc.enable()
-        commands = {"train": train, "sft": sft, "reward-model": reward_model, "evaluate": evaluate_only}
-        commands[job.command](attempt.run, job.resume)
+        work()
         attempt.run.report.summary()
         HEARTBEAT.finish()
     except StopRequested as request:
@@ -58,7 +65,7 @@ def run(job: RankJob, stop: StopFlag) -> int:
         attempt.close()
         gc.freeze()  # for `leave`, which would look through all of it for files
     # All end together: srun kills the ranks that are left at once after an exit code other than 0, NeMo-Run's after a minute.
-    grid.barrier()
+    grid.everyone.barrier()
     distributed.shutdown()
     return code
 
@@ -93,12 +100,12 @@ def _fit(config: Config, grid: ProcessGrid) -> bool:
     if config.launch.preflight == "off":
         return True
     try:
-        report = preflight(config, grid, full=config.launch.preflight == "full")
+        report = preflight(config, grid.everyone, full=config.launch.preflight == "full")
     except ConnectionError as error:
         print(f"megatron-rl: {error}", file=sys.stderr, flush=True)
         return False
-    write_report(report, config, grid.rank)
-    if grid.is_main:
+    write_report(report, config, grid.everyone.rank)
+    if grid.everyone.is_main:
         print(
             f"megatron-rl: {report.text()}" if report.failed else report.text(),
             file=sys.stderr if report.failed else None,

@@ -1,0 +1,110 @@
+"""With split placement: a batch on its way from the ranks that drew it to those that learn from it, and in a checkpoint.
+
+A batch is drawn while the step before it is learned from, so a checkpoint has the one that is next.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_rl.data.rollout import Rollouts
+from megatron_rl.data.sample import Sample
+from megatron_rl.rollout.exchange import exchange, sizes_of, unflatten
+from megatron_rl.rollout.partial import gathered, npz
+from megatron_rl.runtime.distributed import ProcessGrid
+
+AHEAD = "ahead.npz"  # a checkpoint's file
+_PLAIN = ("columns", "token_weights", "drawn")  # of `Rollouts`, as JSON
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's scored rollouts before anything is learned from them.
+
+    `greedy`: one scored greedy rollout per sample, without its tokens, where the estimator compares with these.
+    `metrics`: of sampling and scoring. `seconds`: of their phases, on the ranks that generate.
+    """
+
+    rollouts: Rollouts
+    greedy: Rollouts | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Sample]) -> Batch:
+    """The batch on the ranks that learn, each with a share of the rollouts; on those that drew it, as it was.
+
+    All ranks of both roles call it. `batch`: None on a rank that learns. `samples`: the training prompts by id.
+    """
+    link, learners = grid.everyone, grid.learners
+    told = None
+    if batch is not None:
+        greedy = None if batch.greedy is None else (batch.greedy.facts, batch.greedy.columns, batch.greedy.rewards)
+        plain = replace(batch.rollouts, samples=[], held={}, facts=batch.rollouts.facts.copy())
+        told = [sample.id for sample in batch.rollouts.samples], plain, greedy, batch.metrics, batch.seconds
+    told = link.broadcast(told, source=learners)
+    assert told is not None  # the first rank that generates has it
+    ids, plain, greedy, metrics, seconds = told
+    rollouts = replace(plain, samples=[samples[name] for name in ids])
+    rollouts.facts["source"] += learners  # their ranks in `link`
+    if batch is not None:
+        rollouts.held = batch.rollouts.held
+    needs = [((learner,), range(len(rollouts))[learner::learners]) for learner in range(learners)]
+    held = exchange(link, rollouts, needs)
+    if batch is not None:
+        return batch
+    rollouts.held = held
+    rollouts.facts["source"] = np.arange(len(rollouts)) % learners
+    return Batch(rollouts, _greedy(rollouts, greedy), metrics, seconds)
+
+
+def _greedy(rollouts: Rollouts, told: tuple[np.ndarray, tuple[str, ...], np.ndarray] | None) -> Rollouts | None:
+    if told is None:
+        return None
+    facts, columns, rewards = told
+    return Rollouts(rollouts.samples, 1, facts, {}, columns=columns, rewards=rewards)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
+    """A file's content, on rank 0. Every rank that learns calls it."""
+    rollouts = batch.rollouts
+    arrays = gathered(grid, rollouts)
+    if arrays is None:
+        return None
+    plain = {name: getattr(rollouts, name) for name in _PLAIN} | {"metrics": batch.metrics, "seconds": batch.seconds}
+    arrays |= {"rewards": rollouts.rewards, "plain": np.array(json.dumps(plain, default=dict))}
+    if batch.greedy is not None:
+        of_greedy = {"greedy_facts": batch.greedy.facts, "greedy_rewards": batch.greedy.rewards}
+        arrays |= of_greedy | {"greedy_columns": np.array(batch.greedy.columns, dtype=np.str_)}
+    return npz(arrays)
+
+
+def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> Batch:
+    """Undoes `pack` for any number of ranks that learn.
+
+    Raises:
+        ValueError: a prompt is no longer among the training prompts.
+    """
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        saved = {name: file[name] for name in file.files}
+    ids = saved["ids"].tolist()
+    if gone := next((name for name in ids if name not in samples), None):
+        raise ValueError(f"the prompt {gone} has responses that were drawn ahead, and is no training prompt any more")
+    plain = json.loads(str(saved["plain"]))
+    metrics, seconds = plain.pop("metrics"), plain.pop("seconds")
+    plain["columns"] = tuple(plain["columns"])
+    rollouts = Rollouts([samples[name] for name in ids], int(saved["count"]), saved["facts"], {}, **plain)
+    rollouts.rewards = saved["rewards"]
+    rollouts.facts["source"] = np.arange(len(rollouts)) % grid.world
+    views = np.split(saved["tokens"], np.cumsum(sizes_of(rollouts), dtype=np.int64)[:-1])
+    rollouts.held = {row: unflatten(rollouts, row, views[row]) for row in range(len(rollouts))[grid.rank :: grid.world]}
+    greedy = None
+    if "greedy_facts" in saved:
+        greedy = saved["greedy_facts"], tuple(saved["greedy_columns"].tolist()), saved["greedy_rewards"]
+    return Batch(rollouts, _greedy(rollouts, greedy), metrics, seconds)

@@ -1,0 +1,209 @@
+"""Split placement: what a rank that only generates runs, and what the ranks that learn know of these.
+
+Step k + 1 is drawn while step k is learned from. Both sides meet twice a step, always in this order: a batch is handed over,
+then the weights of the step before are pushed into the engines. So a batch is drawn by the weights of two steps before it is
+learned from, whatever takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.actor.build import DTYPES
+from megatron_rl.config.schema import Config
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.rollout.ahead import hand_over
+from megatron_rl.rollout.split_sync import RemoteWeights, Subscriber
+from megatron_rl.rollout.sync import make_sync
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.runtime.distributed import ProcessGrid
+from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.runtime.step_timer import StepTimer
+from megatron_rl.runtime.stop import StopFlag, StopRequested
+from megatron_rl.trainer.evaluate import evaluate, evaluates
+from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.trainer.state import State
+
+_BEGIN = "split/begin"  # in the store of the run: where the generators begin, or that they need not
+_LOOK = 0.2  # seconds between two looks at it
+_Said = list[tuple[str, tuple[object, ...]]]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What the generators draw first: what follows on `step`, or on the step after it where that `has_ahead`. `evaluates`:
+    the weights that they are given first."""
+
+    step: int
+    position: int
+    groups_drawn: int
+    has_ahead: bool
+    evaluates: bool
+
+
+class Relay(Reporter):
+    """What a rank that only generates has to say; the first rank that learns says it."""
+
+    def __init__(self, config: Config, run_dir: Path, grid: ProcessGrid) -> None:
+        super().__init__(config, run_dir, grid.everyone)
+        self._said: _Said = []
+
+    def note(self, text: str) -> None:
+        self._said.append(("note", (text,)))
+
+    def warn(self, text: str) -> None:
+        self._said.append(("warn", (text,)))
+
+    def eval_samples(self, step: int, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
+        self._said.append(("eval_samples", (step, task, samples, rollouts)))
+
+    def take(self) -> _Said:
+        """Returns what was said since the last call."""
+        said, self._said = self._said, []
+        return said
+
+
+# ------------------------------------------------------------------------------------------------ ranks that generate
+@dataclass
+class GeneratorRun:
+    """A rank that only generates."""
+
+    config: Config
+    grid: ProcessGrid
+    sampler: Sampler
+    greedy: bool  # whether the estimator compares with greedy rollouts
+    report: Relay
+    timer: StepTimer
+    stop: StopFlag
+
+    def close(self) -> None:
+        self.report.close()
+        self.sampler.close()
+
+
+def generate_ahead(run: GeneratorRun) -> None:
+    """From an engine without weights to the last step's evaluation.
+
+    Raises:
+        StopRequested: once the ranks that learn have what was drawn, and this engine their newest weights.
+    """
+    config, sampler, grid = run.config, run.sampler, run.grid
+    samples = {sample.id: sample for sample in sampler.prompts.train}
+    with run.timer.untimed("start", "starting the engine"):
+        engine = VllmEngine(config, grid, sampler.folder, sampler.prompts.images)
+        sampler.use(engine)
+    begin = _await_begin(run)
+    if begin is None:
+        return
+    steps, learned = config.trainer.steps, begin.step
+    run.report.begin("RL", learned, steps)
+    state = State(step=learned, position=begin.position, groups_drawn=begin.groups_drawn)
+    with run.timer.untimed("start", "joining the ranks that learn"):
+        model = model_of(config.model.completed(read_hf_config(sampler.folder)))
+        source = RemoteWeights(grid, model, DTYPES[config.model.dtype])
+        subscriber = Subscriber(grid, source, make_sync(config, grid, source, engine, run.report.note))
+    _take_weights(run, subscriber, always_checked=True, evaluated=begin.evaluates, step=learned)
+    for number in range(learned + 1 + begin.has_ahead, steps + 1):
+        run.timer.start(number)
+        batch, state = sampler.batch(number, state, run.greedy, lambda: None)
+        seconds = {name: value for name, value in run.timer.take().items() if name != "timing_s/step"}
+        batch = replace(batch, metrics=sampler.take_counters(), seconds=seconds)
+        with run.timer.untimed("wait"):
+            signum = _meet(grid, run.stop)
+            hand_over(grid, batch, samples)
+            grid.everyone.broadcast((state, run.report.take()), source=grid.learners)
+        if number - 1 > learned:
+            _take_weights(run, subscriber, number - 1, evaluated=evaluates(config, number - 1))
+        if signum:
+            raise StopRequested(signum)
+    if steps > learned:
+        _take_weights(run, subscriber, steps, evaluated=True)
+    HEARTBEAT.finish()
+
+
+def _await_begin(run: GeneratorRun) -> Begin | None:
+    """Waits as long as a warm-up takes. None: there is nothing to do.
+
+    Raises:
+        StopRequested: it was stopped before.
+    """
+    assert run.grid.store is not None  # of a world that `initialize` has made
+    while not run.grid.store.check([_BEGIN]):
+        with run.timer.untimed("wait", "waiting for the ranks that learn"):
+            time.sleep(_LOOK)
+    told = json.loads(run.grid.store.get(_BEGIN))
+    if told.get("signum"):
+        raise StopRequested(told["signum"])
+    return Begin(**told) if told else None
+
+
+def _take_weights(
+    run: GeneratorRun, subscriber: Subscriber, step: int, evaluated: bool, always_checked: bool = False
+) -> None:
+    """The weights after a step, compared where the recipe wants it."""
+    with run.timer.untimed("wait"):
+        subscriber.push()
+    if always_checked or step % run.config.rollout.sync_check_every == 0:
+        with run.timer.untimed("sync_check"):
+            subscriber.check()
+    if evaluated:
+        scores = evaluate(run.sampler, run.report, step) | run.sampler.take_counters()
+        run.grid.everyone.broadcast((scores, run.report.take()), source=run.grid.learners)
+
+
+def _meet(grid: ProcessGrid, stop: StopFlag) -> int:
+    """The signal that any rank of both roles was told to stop by; 0: none."""
+    return int(grid.everyone.gather_rows(np.array([stop.signum])).max())
+
+
+# ----------------------------------------------------------------------------------------------------- ranks that learn
+class Generators:
+    """The ranks that generate, as each rank that learns sees them."""
+
+    def __init__(self, grid: ProcessGrid, samples: Sequence[Sample], report: Reporter, stop: StopFlag) -> None:
+        self._grid, self._report, self._stop = grid, report, stop
+        self._samples = {sample.id: sample for sample in samples}
+        self._told = False
+        self.signum = 0  # what stops the run before the next step
+
+    def begin(self, state: State, evaluates: bool) -> None:
+        """Ends their wait: they draw what follows on a state."""
+        begin = Begin(state.step, state.position, state.groups_drawn, state.ahead is not None, evaluates)
+        self._tell(asdict(begin))
+
+    def dismiss(self, signum: int = 0) -> None:
+        """Ends their wait, if they still do: there is nothing to draw. `signum`: what stopped the run."""
+        self._tell({"signum": signum} if signum else {})
+
+    def _tell(self, begin: dict[str, object]) -> None:
+        if not self._told and self._grid.is_main:
+            assert self._grid.store is not None  # of a world that `initialize` has made
+            self._grid.store.set(_BEGIN, json.dumps(begin))
+        self._told = True
+
+    def next_batch(self) -> State:
+        """The state behind the next step's batch, with it. Waits until it is drawn."""
+        self.signum = _meet(self._grid, self._stop)
+        batch = hand_over(self._grid, None, self._samples)
+        state, said = self._grid.everyone.broadcast((State(), _Said()), source=self._grid.learners)
+        self._say(said)
+        return replace(state, ahead=batch)
+
+    def scores(self) -> dict[str, float]:
+        """The metrics of an evaluation; waits for it."""
+        scores, said = self._grid.everyone.broadcast((dict[str, float](), _Said()), source=self._grid.learners)
+        self._say(said)
+        return scores
+
+    def _say(self, said: _Said) -> None:
+        for method, arguments in said:
+            getattr(self._report, method)(*arguments)
