@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from megatron_rl.planning import found_layouts, tables
 from megatron_rl.planning.components import GIB
 from megatron_rl.planning.inputs import SPREAD, Cluster, Responses, hf_config_of, known_config, predictor_of
 from megatron_rl.planning.search import Space
-from megatron_rl.planning.simulation.forecast import Simulation, forecast
+from megatron_rl.planning.simulation.forecast import Forecast, Simulation, forecast
 from megatron_rl.planning.time.hardware import TABLES, parse
 from megatron_rl.planning.time.step import Predictor
 from megatron_rl.runtime import disk, exit_codes
@@ -236,13 +237,13 @@ def _plan(
     figures: dict[str, object] = {"step_time": tables.step_figures(step)}
     text, simulated = [tables.step_table(step, predictor, config)], None
     if args.simulate:
-        simulated = forecast(_simulation(args, config, nodes), config, plan, predictor, step)
+        simulated = _simulated(args, config, cluster, nodes, known, predictor)
         figures |= tables.simulation_figures(simulated)
         text.append(tables.simulation_table(simulated, config))
     if args.exact:
         from megatron_rl.planning.exact import on_rank
 
-        measured = [(memory, on_rank(plan, memory)) for memory in _measure(config, known, plan.world, cluster)]
+        measured = [(memory, on_rank(plan, memory)) for memory in _measure(config, known, plan.actor_world, cluster)]
         figures |= tables.exact_figures(measured)
         text.insert(0, tables.exact_table(measured))
         memory = [(f"ranks {r.rank} to {r.rank + r.ranks - 1}", own) for r, own in tables.fullest_ranks(measured)]
@@ -261,6 +262,26 @@ def _plan(
             return exit_codes.FAILED
     print(json.dumps(figures, indent=2) if args.json else "\n\n".join(text))
     return exit_codes.FAILED if problems else exit_codes.OK
+
+
+def _simulated(
+    args: argparse.Namespace,
+    config: Config,
+    cluster: Cluster,
+    nodes: int,
+    known: HFConfig | None,
+    predictor: Predictor,
+) -> Forecast:
+    """Of every mode; with split placement the others without it."""
+    generators = config.launch.generators
+    if generators is not None:
+        config = copy.deepcopy(config)
+        config.launch.generators = None
+        config = check(config, command="train", machine=cluster.machine(nodes), model=known)
+    plan = cluster.plan(config, predictor.model, nodes)
+    share = None if generators is None else generators / plan.world
+    what, step = _simulation(args, config, nodes), predictor.of(config, plan)
+    return forecast(what, config, plan, predictor, step, share)
 
 
 def _simulation(args: argparse.Namespace, config: Config, nodes: int) -> Simulation:
@@ -299,6 +320,8 @@ def _search(
     """Raises:
     ConfigError: options that do not go together, a file that exists, or a recipe that is refused in any layout.
     """
+    if config.launch.generators is not None:
+        raise ConfigError("--search looks for layouts without `launch.generators`; set launch.generators=null")
     if args.simulate or args.html is not None:
         raise ConfigError(
             "--search does not go with --simulate and --html: write the layout (--write FILE), then plan that"

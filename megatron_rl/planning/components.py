@@ -85,6 +85,13 @@ class MemoryPlan:
     cache_tokens: float  # KV cache of one engine, tokens
     longest: int  # tokens of the longest sequence
     host_bytes: float | None = None  # of the host's memory, for each of its GPUs; None: not known, so not checked
+    # With split placement: of `world`, those that only generate. GENERATE is their phase, and the others are the actor's.
+    generators: int = 0
+
+    @property
+    def actor_world(self) -> int:
+        """GPUs of the actor."""
+        return self.world - self.generators
 
     def peak(self, phase: str) -> float:
         return sum(component.bytes for component in self.components if phase in component.phases)

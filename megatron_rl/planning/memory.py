@@ -153,7 +153,9 @@ def make_plan(
     config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None
 ) -> MemoryPlan:
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each, and as many times `host_bytes` of host memory."""
-    parallel = config.actor.parallel
+    parallel, gpus = config.actor.parallel, world
+    generators = config.launch.generators or 0
+    world = gpus - generators  # of the actor
     width = 4 if config.model.dtype == "float32" else 2
     stage, fullest = _fullest_stage(model, parallel)
     trained = trained_parameters(model, config.actor)
@@ -171,10 +173,18 @@ def make_plan(
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = config.rollout.memory_fraction * gpu_bytes - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     cache_tokens = cache / cache_bytes_per_token(model, config.rollout.tensor_parallel, width)
-    components = [
+    of_actor = [
         *_actor_state(config, model, trained, weights, fp8_bytes, optimizer, width),
         *_actor_passes(config, model, replicas // parallel.context, width),
-        *_engine(config, model, engine_weights, cache, width),
+    ]
+    of_engine = list(_engine(config, model, engine_weights, cache, width))
+    if generators:  # a rank has one of the two; during a sync the engine keeps its cache
+        sync = [part for part in of_engine if part.phases == (SYNC,)]
+        of_engine = [replace(part, phases=(GENERATE,)) for part in of_engine]
+        of_actor = [replace(part, phases=tuple({*part.phases} - {GENERATE})) for part in of_actor] + sync
+    components = [
+        *of_actor,
+        *of_engine,
         Component(Part.RESERVE, RESERVE_GIB * GIB, PHASES, (), estimate=True),
         *_host(config, model, weights, float(trained.total * width), on_host, cache_tokens),
         Component(
@@ -187,12 +197,13 @@ def make_plan(
     ]
     return MemoryPlan(
         model=model,
-        world=world,
+        world=gpus,
+        generators=generators,
         gpu_bytes=gpu_bytes,
         components=tuple(component for component in components if component.bytes),
         parameters=fullest,
         data_parallel=replicas // parallel.context,
-        engines=world // config.rollout.tensor_parallel,
+        engines=(generators or gpus) // config.rollout.tensor_parallel,
         cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
         host_bytes=host_bytes,

@@ -100,6 +100,7 @@ def _time(step: StepTime) -> Iterator[str]:
     pieces = [
         (seconds / step.total, colours[name], f"{name}: {seconds:.1f} s, {seconds / step.total:.0%}")
         for name, seconds in step.seconds.items()
+        if name not in step.beside
     ]
     yield f'<div class="card">{_row("a step", _bar(pieces), f"{step.total:,.1f} s")}'
     longest = max(step.seconds.values())

@@ -41,8 +41,9 @@ def memory_table(config: Config, plan: MemoryPlan, source: str = "") -> str:
         + (f", expert {parallel.expert}" if model.experts else "")
         + (f" x {parallel.expert_tensor}" if parallel.expert_tensor > 1 else "")
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
-        f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "
-        f"{plan.cache_tokens:,.0f} tokens, {plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
+        f"engines{' on GPUs of their own' if plan.generators else ''}: {plan.engines} of {config.rollout.tensor_parallel} "
+        f"GPUs; the cache of each holds {plan.cache_tokens:,.0f} tokens, "
+        f"{plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
         "",
         f"{'GiB on the fullest GPU (last two: host)':42s}"
         + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),
@@ -156,6 +157,10 @@ def step_table(step: StepTime, predictor: Predictor, config: Config) -> str:
     waits = [
         f"{step.generation.idle:.0%} of the engines' places are empty while the longest responses end ({GENERATE})"
     ]
+    if step.beside:
+        waits.append(
+            f"{' and '.join(name for name in step.beside if name in step.seconds)} of the next step go on beside it"
+        )
     if step.bubble > 0:
         waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
     lines.append("; ".join(waits))
@@ -241,7 +246,7 @@ def title(name: Mode, run: SimulatedRun, job: SimulatedJob) -> str:
     if name == "partial":
         return f"partial, chunks of {partial_of(job).chunk_tokens:,}, {partial_of(job).opened(job.prompts):,} open"
     if name == "one step off":
-        return f"one step off, {round(run.engines_share * run.gpus)} of {run.gpus} GPUs draw"
+        return f"launch.generators={round(run.engines_share * run.gpus)} of {run.gpus} GPUs"
     if job.resampling is not None:
         return f"{name}, resampled {'ahead' if job.resampling.ahead else 'round by round'}"
     return name

@@ -157,12 +157,12 @@ class Plan:
             for name in self.model.family.rules[ship.rule].engine
         }
         finished: list[list[str]] = [[] for _ in self.buckets]
-        for name, number in last.items():
+        parameters = self.engine.parameters(self.model) if rank in self.engine.ranks(self.actor) else {}
+        for name, number in last.items() if parameters else ():
             finished[number].append(name)
         buckets = tuple(
             self._bucket(rank, ships, tuple(names)) for ships, names in zip(self.buckets, finished, strict=True)
         )
-        parameters = self.engine.parameters(self.model) if rank in self.engine.ranks(self.actor) else {}
         return RankPlan(rank, buckets, parameters)
 
     def _bucket(self, rank: int, shipments: Sequence[_Shipment], finished: tuple[str, ...]) -> Bucket:

@@ -210,7 +210,8 @@ class World:
         self.model, self.parallel, self.engine = model, parallel, engine
         self.actor = ActorLayout.of(parallel, model.dims["layers"], world)
         self.plan: Plan = make_plan(model, self.actor, engine, bucket_elements=limit, node=node)
-        self.ranks: list[RankPlan] = [self.plan.of(rank) for rank in range(world)]
+        self.engines = engine.ranks(self.actor)
+        self.ranks: list[RankPlan] = [self.plan.of(rank) for rank in range(self.engines.stop)]
         self.weights = Weights(model)
 
     def packed(self, held: dict[tuple[int, int, int], np.ndarray], moves: list[Move]) -> list[np.ndarray]:
@@ -239,12 +240,19 @@ class World:
 
     def check(self, limit: int) -> None:
         """Carries the plan out and compares every rank's parameters."""
-        held = [self.weights.of_actor(self.actor, self.parallel, rank.rank) for rank in self.ranks]
+        held = [
+            self.weights.of_actor(self.actor, self.parallel, rank.rank) if rank.rank < self.actor.world else {}
+            for rank in self.ranks
+        ]
         engines = [{name: np.full(shape, -1) for name, shape in rank.parameters.items()} for rank in self.ranks]
         whole: list[list[str]] = [[] for _ in self.ranks]
         total = [0] * len(self.ranks)
         wanted = [
-            self.weights.of_engine(self.engine.tensor, rank.rank % self.engine.tensor, self.engine.expert)
+            self.weights.of_engine(
+                self.engine.tensor, (rank.rank - self.engines.start) % self.engine.tensor, self.engine.expert
+            )
+            if rank.rank in self.engines
+            else {}
             for rank in self.ranks
         ]
         for number in range(len(self.plan.buckets)):
@@ -270,8 +278,10 @@ class World:
                 whole[rank.rank] += bucket.finished
             assert not sent, "sent and not received"
         for rank in self.ranks:
-            mine = np.unique(np.concatenate([value.ravel() for value in held[rank.rank].values()]))
-            slices = np.concatenate([value.ravel() for value in wanted[rank.rank].values()])
+            mine, slices = (
+                np.concatenate([np.zeros(0, int), *(value.ravel() for value in which[rank.rank].values())])
+                for which in (held, wanted)
+            )
             missing = np.setdiff1d(slices[slices >= 0], mine).size
             assert total[rank.rank] == missing, "more than its slice less what it holds"
             assert sorted(whole[rank.rank]) == sorted(wanted[rank.rank]) == sorted(rank.parameters)
@@ -320,6 +330,10 @@ MOES = (EXPERTS, DELTA_EXPERTS, BIASED_EXPERTS)
         (DELTA_EXPERTS, ParallelConfig(tensor=4, expert=2), 4, EngineLayout(2, expert=True)),
         (BIASED_EXPERTS, ParallelConfig(tensor=2, pipeline=2, expert=2), 4, EngineLayout(2)),
         (BIASED_EXPERTS, ParallelConfig(expert=4), 4, EngineLayout(4, expert=True)),
+        (DENSE, ParallelConfig(tensor=2, pipeline=2), 4, EngineLayout(2, generators=4)),  # on ranks of their own
+        (DENSE, ParallelConfig(), 2, EngineLayout(1, generators=5)),
+        (EXPERTS, ParallelConfig(expert=2, expert_tensor=2), 4, EngineLayout(2, expert=True, generators=2)),
+        (DELTA_EXPERTS, ParallelConfig(tensor=2, pipeline=2, expert=2), 4, EngineLayout(4, generators=4)),
     ],
 )
 def test_layouts(architecture: str, parallel: ParallelConfig, world: int, engine: EngineLayout) -> None:

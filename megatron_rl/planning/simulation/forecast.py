@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -76,13 +76,20 @@ class Forecast:
     goodput: Goodput | None
 
 
-def forecast(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> Forecast:
-    """Simulated steps of a checked recipe, in every mode.
+def forecast(
+    what: Simulation,
+    config: Config,
+    plan: MemoryPlan,
+    predictor: Predictor,
+    step: StepTime,
+    engines_share: float | None = None,
+) -> Forecast:
+    """Simulated steps of a checked recipe, in every mode. `engines_share`: one step off, see `SimulatedJob`.
 
     Raises:
         ValueError: an engine's cache does not hold the longest sequence.
     """
-    job = _job(what, config, plan, predictor, step)
+    job = replace(_job(what, config, plan, predictor, step), engines_share=engines_share)
     runs = {mode: simulate(job, mode, what.steps, _SEED) for mode in _modes(job)}
     return Forecast(job, runs, _goodput(what, config, plan, predictor, runs["synchronous"]))
 

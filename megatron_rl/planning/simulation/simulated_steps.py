@@ -22,7 +22,7 @@ from megatron_rl.planning.time.step import OLD, REFERENCE
 
 Mode = Literal["synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off"]
 MODES: tuple[Mode, ...] = ("synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off")
-BUILT: tuple[Mode, ...] = ("synchronous", "partial")  # the product has them
+BUILT: tuple[Mode, ...] = ("synchronous", "partial", "one step off")  # the product has them
 SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
 PASSES = (OLD, REFERENCE)  # over what was drawn, before the update
 _SPLITS = 6  # one step off: parts of the GPUs that are tried for the engines
@@ -62,6 +62,7 @@ class SimulatedJob:
         partial: the recipe's; None: see `partial_of`.
         resampling: None: groups without signal are not replaced.
         cache_beside: tokens that an engine's cache holds beside the actor's weights; None: they are always there.
+        engines_share: one step off: of the GPUs, those that draw; None: what is fastest.
     """
 
     speed: EngineSpeed
@@ -77,6 +78,7 @@ class SimulatedJob:
     partial: PartialConfig | None = None
     resampling: Resampling | None = None
     cache_beside: float | None = None
+    engines_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def simulate(job: SimulatedJob, mode: Mode, steps: int, seed: int) -> SimulatedR
     if mode == "partial":
         return SimulatedRun(mode, job.gpus, _partial(job, steps, seed))
     shares = sorted({max(1, job.engines * part // _SPLITS) / job.engines for part in range(1, _SPLITS)} - {1.0})
+    if job.engines_share is not None:
+        return _one_step_off(job, job.engines_share, steps, seed)
     if not shares:
         raise ValueError("one step off needs two engines' GPUs: some draw while others train")
     runs = [_one_step_off(job, share, min(steps, _TRIED), seed) for share in shares]

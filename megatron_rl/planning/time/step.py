@@ -42,6 +42,7 @@ class StepTime:
         bounds: what takes most of a phase.
         generation, update: with what they are made of.
         microbatches: of a data-parallel rank and optimizer step.
+        beside: phases of GPUs that only generate, which go on beside the others, up to the sync.
     """
 
     seconds: Mapping[str, float]
@@ -52,10 +53,13 @@ class StepTime:
     generation: GenerationTime
     update: Cost
     microbatches: int
+    beside: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
-        return sum(self.seconds.values())
+        sync = self.seconds.get(SYNC, 0.0)
+        drawing = sum(self.seconds.get(name, 0.0) for name in self.beside)
+        return max(drawing, sum(self.seconds.values()) - drawing - sync) + sync
 
     @property
     def tokens_per_s_per_gpu(self) -> dict[str, float]:
@@ -115,7 +119,7 @@ class Predictor:
         decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
         responses = config.trainer.prompts_per_step * config.rollout.group_size
         generation = decoding.generate(responses / plan.engines, responses, self.lengths)
-        batches, forward, update = self._training(config, plan.world)
+        batches, forward, update = self._training(config, plan.actor_world)
         host = host_seconds(self.hardware, plan.bytes_of(Part.OPTIMIZER)) if config.actor.offload else 0.0
         weights_host = host_seconds(self.hardware, plan.bytes_of(Part.WEIGHTS)) if config.actor.offload_weights else 0.0
         seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
@@ -141,6 +145,7 @@ class Predictor:
             generation,
             update,
             batches,
+            (GENERATE, REWARD) if plan.generators else (),
         )
 
     def _training(self, config: Config, world: int) -> tuple[int, Cost, Cost]:

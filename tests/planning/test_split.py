@@ -1,0 +1,65 @@
+"""Split placement (`launch.generators`) in plans: a GPU has one role, and a step takes as long as the slower one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config import Config
+from megatron_rl.config.published import published_config
+from megatron_rl.models import model_of
+from megatron_rl.planning.components import GENERATE, GIB, PHASES, SYNC, Component, Part
+from megatron_rl.planning.memory import make_plan
+
+PLAN = ("plan", "recipes/scale/qwen3-32b.yaml", "--nodes", "16")
+ALONE = ("actor.offload=false", "actor.offload_weights=false")
+
+
+def parts(config: Config) -> dict[Part, list[Component]]:
+    plan = make_plan(config, model_of(published_config("Qwen3-32B") or {}), 16, 79 * GIB)
+    found: dict[Part, list[Component]] = {}
+    for one in plan.components:
+        found.setdefault(one.part, []).append(one)
+    return found
+
+
+def test_a_gpu_holds_what_its_role_needs() -> None:
+    config = Config(run_dir="")
+    config.actor.parallel.tensor, config.rollout.tensor_parallel = 8, 4
+    together, config.launch.generators = parts(config), 8
+    split = parts(config)
+    assert {phase for one in split[Part.WEIGHTS] for phase in one.phases} == {*PHASES} - {GENERATE}
+    for part in (Part.ENGINE_WEIGHTS, Part.CACHE, Part.ENGINE_WORKSPACE):
+        assert [one.phases for one in split[part]] == [(GENERATE,)]
+    assert {one.phases for one in split[Part.BUCKETS]} == {(GENERATE,), (SYNC,)}
+    # The optimizer's state is sharded over half as many ranks.
+    assert split[Part.OPTIMIZER][0].bytes == 2 * together[Part.OPTIMIZER][0].bytes
+    plan = make_plan(config, model_of(published_config("Qwen3-32B") or {}), 16, 79 * GIB)
+    assert (plan.engines, plan.data_parallel, plan.actor_world) == (2, 1, 8)
+
+
+def figures(capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    assert main([*PLAN, *ALONE, "--json", *more]) in (0, 1)  # 1: it does not fit
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_step_takes_as_long_as_the_slower_role(capsys: pytest.CaptureFixture[str]) -> None:
+    for generators in (32, 96):
+        seconds = figures(capsys, f"launch.generators={generators}")["step_time"]["seconds"]
+        step, sync = seconds.pop("step"), seconds.pop("sync")
+        drawing = seconds.pop("generate")
+        assert step == pytest.approx(max(drawing, sum(seconds.values())) + sync)
+    together = figures(capsys)["step_time"]["seconds"]
+    assert together["step"] == pytest.approx(sum(value for name, value in together.items() if name != "step"))
+
+
+def test_a_simulation_has_the_recipes_own_split_beside_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *ALONE, "--simulate", "--simulated-steps", "2", "launch.generators=64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("launch.generators=64 of 128 GPUs") for line in lines)
+    assert any(line.startswith("synchronous") for line in lines)
+    assert main([*PLAN, *ALONE, "--search", "launch.generators=64"]) == 2
+    assert "--search looks for layouts without `launch.generators`" in capsys.readouterr().err
