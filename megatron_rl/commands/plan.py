@@ -272,7 +272,7 @@ def _simulated(
     known: HFConfig | None,
     predictor: Predictor,
 ) -> Forecast:
-    """Of every mode; with split placement the others without it."""
+    """Simulates every mode; with split placement the others as if the recipe had none."""
     generators = config.launch.generators
     if generators is not None:
         config = copy.deepcopy(config)

@@ -27,9 +27,6 @@ def check_split(config: Config, processes: int) -> Iterator[str]:
         "a task has an agent: what is drawn ahead is kept in checkpoints without what was said": any(
             task.agent is not None for task in (*config.tasks.train.values(), *config.tasks.eval.values())
         ),
-        "rollout.partial keeps responses on the processes that generate, and checkpoints do not have these": (
-            config.rollout.partial is not None
-        ),
         "actor.moe.routing_replay is `rollout`: what is drawn ahead is kept in checkpoints without experts": (
             config.actor.moe.routing_replay == "rollout"
         ),

@@ -20,6 +20,7 @@ from megatron_rl.config.machine import Machine, count_gpus
 from megatron_rl.resume_proof.kills import Kill
 from megatron_rl.resume_proof.points import POINTS
 from megatron_rl.resume_proof.starts import Start, start_anew
+from megatron_rl.rollout.ahead import AHEAD
 from megatron_rl.rollout.partial import WAITING
 from megatron_rl.runtime.heartbeat import heartbeats
 from megatron_rl.runtime.postmortem import heartbeat_folder
@@ -171,8 +172,7 @@ def differences(want: Path, killed: Path) -> list[str]:
     states = [{k: v for k, v in store.read_state(folder).items() if k not in own_facts} for folder in (last, other)]
     if states[0] != states[1]:
         unequal.append(f"{last.name}/state.json")
-    if _bytes(last / WAITING) != _bytes(other / WAITING):
-        unequal.append(f"{last.name}/{WAITING}")
+    unequal += [f"{last.name}/{name}" for name in (WAITING, AHEAD) if _bytes(last / name) != _bytes(other / name)]
     weights = {path.name for path in (want / "export").glob("*.safetensors")}
     unequal += [
         f"export/{name}"

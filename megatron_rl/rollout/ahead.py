@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.sample import Sample
@@ -61,6 +63,20 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
     rollouts.held = held
     rollouts.facts["source"] = np.arange(len(rollouts)) % learners
     return Batch(rollouts, _greedy(rollouts, greedy), metrics, seconds)
+
+
+def bring(link: ProcessGrid, content: bytes | None, source: int) -> bytes | None:
+    """Bytes that the rank `source` has, on rank 0; None on the others. All ranks of both roles call it."""
+    size = torch.tensor([0 if content is None else len(content)])
+    dist.broadcast(size, source, link.host_group)
+    if link.rank == source:
+        assert content is not None
+        dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, link.host_group)
+    if not link.is_main:
+        return None
+    received = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(received, source, link.host_group)
+    return received.numpy().tobytes()
 
 
 def _greedy(rollouts: Rollouts, told: tuple[np.ndarray, tuple[str, ...], np.ndarray] | None) -> Rollouts | None:

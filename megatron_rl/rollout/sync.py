@@ -81,13 +81,13 @@ class TrainedWeights(Protocol):
         """(PEFT's name, full tensor) of every adapter, likewise."""
         ...
 
-    def shard_proof(self) -> Proof:
+    def shard_proof(self) -> TensorProof:
         """A comparison of full tensors under Hugging Face's names with this rank's own shards."""
         ...
 
 
-class Proof(Protocol):
-    """`weights.check_shards.ShardProof` is one."""
+class TensorProof(Protocol):
+    """Compares tensors as they pass by; `weights.check_shards.ShardProof` is one."""
 
     def watching(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]: ...
     def wrong(self) -> list[str]: ...

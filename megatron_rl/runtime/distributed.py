@@ -175,6 +175,7 @@ def initialize(
         fp32_scales: of blockwise FP8 on Hopper, as the engine has them; else powers of two. Not for parameters that are
             themselves in FP8: what they stand for is saved and sent in bf16, which is exact with powers of two only.
         engine_ranks: of every engine; see `EngineGroup`.
+        generators: processes that only generate; 0: every one does both.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     minutes = timeout_minutes
@@ -186,16 +187,7 @@ def initialize(
         os.environ.setdefault(nvml.FP32_SCALES, "1")
     from megatron.core import parallel_state
 
-    torch_dist.share_device()
-    store = None
-    if not dist.is_initialized():
-        timeout = timedelta(minutes=minutes)
-        store = rendezvous.store(timeout)
-        default = dist.PrefixStore("default_pg", store)
-        # Without a `device_id`, with which torch splits NCCL's groups from this one. torch 2.13 then has the ranks outside of
-        # a new group take part in a split also where the group is gloo's, as some of Megatron's and vLLM's are; its members
-        # do not, and the others would wait for ever (distributed_c10d, `_new_process_group_helper`).
-        dist.init_process_group(device.backend(), store=default, rank=rank, world_size=world, timeout=timeout)
+    store = _join(rank, world, timedelta(minutes=minutes))
     link, learners = None, world - generators
     if generators:
         link = _enter_role(rank, world, learners, timedelta(minutes=minutes))
@@ -241,6 +233,20 @@ def initialize(
         link=link,
         learners=learners if generators else 0,
     )
+
+
+def _join(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
+    """Joins torch's world; None where it was there before."""
+    torch_dist.share_device()
+    if dist.is_initialized():
+        return None
+    store = rendezvous.store(timeout)
+    default = dist.PrefixStore("default_pg", store)
+    # Without a `device_id`, with which torch splits NCCL's groups from this one. torch 2.13 then has the ranks outside of
+    # a new group take part in a split also where the group is gloo's, as some of Megatron's and vLLM's are; its members
+    # do not, and the others would wait for ever (distributed_c10d, `_new_process_group_helper`).
+    dist.init_process_group(device.backend(), store=default, rank=rank, world_size=world, timeout=timeout)
+    return store
 
 
 def _enter_role(rank: int, world: int, learners: int, timeout: timedelta) -> ProcessGrid:

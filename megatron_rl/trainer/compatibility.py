@@ -95,7 +95,7 @@ def check_stage(state: State, steps: int, folder: Path) -> None:
 
 
 def check_drawn(config: Config, folder: Path) -> None:
-    """What was drawn and not trained on needs the keys that it was drawn with."""
+    """Raises CheckpointError where it has rollouts that were not trained on yet, and the recipe has no use for them."""
     if config.rollout.partial is None and (folder / WAITING).exists():
         raise CheckpointError(
             f"{folder}: responses wait in it, whose prompts would be lost; set rollout.partial as in its recipe.yaml, or "

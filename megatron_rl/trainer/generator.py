@@ -20,7 +20,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.rollout.ahead import hand_over
+from megatron_rl.rollout.ahead import bring, hand_over
+from megatron_rl.rollout.partial import WAITING, Waiting, pack
 from megatron_rl.rollout.split_sync import RemoteWeights, Subscriber
 from megatron_rl.rollout.sync import make_sync
 from megatron_rl.rollout.vllm_engine import VllmEngine
@@ -40,18 +41,21 @@ _Said = list[tuple[str, tuple[object, ...]]]
 
 @dataclass(frozen=True)
 class Begin:
-    """What the generators draw first: what follows on `step`, or on the step after it where that `has_ahead`. `evaluates`:
-    the weights that they are given first."""
+    """Tells the generators what to draw first: the step after `step`, or where that `has_ahead` the one behind it.
+
+    `evaluates`: the weights that they are given first. `waiting`: file of a checkpoint with what waits of partial rollouts.
+    """
 
     step: int
     position: int
     groups_drawn: int
     has_ahead: bool
     evaluates: bool
+    waiting: str | None
 
 
 class Relay(Reporter):
-    """What a rank that only generates has to say; the first rank that learns says it."""
+    """Keeps what a rank that only generates has to say, for the first rank that learns, which says it."""
 
     def __init__(self, config: Config, run_dir: Path, grid: ProcessGrid) -> None:
         super().__init__(config, run_dir, grid.everyone)
@@ -91,7 +95,7 @@ class GeneratorRun:
 
 
 def generate_ahead(run: GeneratorRun) -> None:
-    """From an engine without weights to the last step's evaluation.
+    """Draws the steps of a run, from an engine without weights to the last evaluation.
 
     Raises:
         StopRequested: once the ranks that learn have what was drawn, and this engine their newest weights.
@@ -106,7 +110,8 @@ def generate_ahead(run: GeneratorRun) -> None:
         return
     steps, learned = config.trainer.steps, begin.step
     run.report.begin("RL", learned, steps)
-    state = State(step=learned, position=begin.position, groups_drawn=begin.groups_drawn)
+    waiting = None if begin.waiting is None else sampler.read_waiting(Path(begin.waiting))
+    state = State(step=learned, position=begin.position, groups_drawn=begin.groups_drawn, waiting=waiting)
     with run.timer.untimed("start", "joining the ranks that learn"):
         model = model_of(config.model.completed(read_hf_config(sampler.folder)))
         source = RemoteWeights(grid, model, DTYPES[config.model.dtype])
@@ -118,9 +123,11 @@ def generate_ahead(run: GeneratorRun) -> None:
         seconds = {name: value for name, value in run.timer.take().items() if name != "timing_s/step"}
         batch = replace(batch, metrics=sampler.take_counters(), seconds=seconds)
         with run.timer.untimed("wait"):
-            signum = _meet(grid, run.stop)
+            signum, saves = _meet(grid, run.stop, saves=number == steps)  # what waits then is in the last checkpoint
             hand_over(grid, batch, samples)
-            grid.everyone.broadcast((state, run.report.take()), source=grid.learners)
+            grid.everyone.broadcast((replace(state, waiting=None), run.report.take()), source=grid.learners)
+            if saves and isinstance(state.waiting, Waiting):
+                bring(grid.everyone, pack(grid, state.waiting), grid.learners)
         if number - 1 > learned:
             _take_weights(run, subscriber, number - 1, evaluated=evaluates(config, number - 1))
         if signum:
@@ -160,24 +167,30 @@ def _take_weights(
         run.grid.everyone.broadcast((scores, run.report.take()), source=run.grid.learners)
 
 
-def _meet(grid: ProcessGrid, stop: StopFlag) -> int:
-    """The signal that any rank of both roles was told to stop by; 0: none."""
-    return int(grid.everyone.gather_rows(np.array([stop.signum])).max())
+def _meet(grid: ProcessGrid, stop: StopFlag, saves: bool = False) -> tuple[int, bool]:
+    """The signal that any rank of both roles was told to stop by, 0: none; and whether a checkpoint will have the batch that
+    is handed over. `saves`: whether this rank will write one."""
+    signum, saved = grid.everyone.gather_rows(np.array([stop.signum, saves])).max(axis=0).tolist()
+    return signum, bool(saved or signum)
 
 
 # ----------------------------------------------------------------------------------------------------- ranks that learn
 class Generators:
     """The ranks that generate, as each rank that learns sees them."""
 
-    def __init__(self, grid: ProcessGrid, samples: Sequence[Sample], report: Reporter, stop: StopFlag) -> None:
+    def __init__(
+        self, config: Config, grid: ProcessGrid, samples: Sequence[Sample], report: Reporter, stop: StopFlag
+    ) -> None:
         self._grid, self._report, self._stop = grid, report, stop
+        self._is_partial = config.rollout.partial is not None
         self._samples = {sample.id: sample for sample in samples}
         self._told = False
         self.signum = 0  # what stops the run before the next step
 
-    def begin(self, state: State, evaluates: bool) -> None:
-        """Ends their wait: they draw what follows on a state."""
-        begin = Begin(state.step, state.position, state.groups_drawn, state.ahead is not None, evaluates)
+    def begin(self, state: State, evaluates: bool, continued: Path | None) -> None:
+        """Ends their wait: they draw what follows on a state, of the checkpoint `continued`."""
+        waiting = None if continued is None or not (continued / WAITING).exists() else str(continued / WAITING)
+        begin = Begin(state.step, state.position, state.groups_drawn, state.ahead is not None, evaluates, waiting)
         self._tell(asdict(begin))
 
     def dismiss(self, signum: int = 0) -> None:
@@ -190,13 +203,15 @@ class Generators:
             self._grid.store.set(_BEGIN, json.dumps(begin))
         self._told = True
 
-    def next_batch(self) -> State:
-        """The state behind the next step's batch, with it. Waits until it is drawn."""
-        self.signum = _meet(self._grid, self._stop)
+    def next_batch(self, saves: bool = False) -> State:
+        """The state behind the next step's batch, with it. Waits until it is drawn. `saves`: a checkpoint will have it."""
+        link, learners = self._grid.everyone, self._grid.learners
+        self.signum, saves = _meet(self._grid, self._stop, saves)
         batch = hand_over(self._grid, None, self._samples)
-        state, said = self._grid.everyone.broadcast((State(), _Said()), source=self._grid.learners)
+        state, said = link.broadcast((State(), _Said()), source=learners)
         self._say(said)
-        return replace(state, ahead=batch)
+        waiting = bring(link, None, learners) if saves and self._is_partial else None
+        return replace(state, ahead=batch, waiting=waiting)
 
     def scores(self) -> dict[str, float]:
         """The metrics of an evaluation; waits for it."""

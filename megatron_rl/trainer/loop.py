@@ -87,7 +87,7 @@ def step(run: Run) -> None:
         snapshot = run.checkpoints.capture(number, config.trainer.steps)
     if run.generators is not None and number < config.trainer.steps:
         with run.timer("wait"):
-            state = run.generators.next_batch()  # was drawn meanwhile
+            state = run.generators.next_batch(saves=snapshot is not None)  # was drawn meanwhile
     scored = difference = None
     if number % config.rollout.sync_check_every == 0:
         with run.timer("sync_check"):

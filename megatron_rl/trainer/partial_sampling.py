@@ -67,7 +67,7 @@ def _partial(config: Config) -> PartialConfig:
 def _opened(sampler: Sampler, step: int, state: State) -> tuple[Waiting, int]:
     """Returns what waits, with as many new groups as there is room for behind it; and the training prompts taken so far."""
     config = sampler.config
-    waiting = Waiting.none(config.rollout.group_size) if state.waiting is None else state.waiting
+    waiting = state.waiting if isinstance(state.waiting, Waiting) else Waiting.none(config.rollout.group_size)
     is_there = {sample.id for sample in waiting.rollouts.samples}
     new, postponed, position = partial.next_positions(
         lambda at: sampler.training_prompt(at).id,
@@ -117,6 +117,7 @@ def staleness_metrics(grid: ProcessGrid, rollouts: Rollouts, version: int, confi
     """How many weight syncs before the current weights, `version`, the trained tokens were drawn: mean, most, the share of
     each; and the share of rollouts that weights of several versions drew."""
     most, updates = _partial(config).max_staleness, config.trainer.minibatches * config.trainer.epochs
+    most += config.launch.generators is not None  # drawn while the last step was learned from
     tokens, cut = np.zeros(most + 1), 0
     for row, rollout in rollouts.held.items():
         if rollouts.facts["source"][row] == grid.rank:

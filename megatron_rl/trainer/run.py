@@ -41,7 +41,7 @@ from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.generator import GeneratorRun, Generators, Relay
 from megatron_rl.trainer.learner import Learner
-from megatron_rl.trainer.partial_sampling import check_prompts
+from megatron_rl.trainer.partial_sampling import check_prompts, staleness_metrics
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.state import State
@@ -94,7 +94,7 @@ class Run:
     def _begin_generators(self, generators: Generators, evaluates: bool) -> None:
         with self.report.apart("engine start"), self.timer.untimed("start", "waiting for the engines"):
             actor = self.learner.actor
-            generators.begin(self.state, evaluates)
+            generators.begin(self.state, evaluates, self.checkpoints.continued)
             self.sampler.max_scored = max_length(self.config.rollout, actor.model) - 1
             self.started_sync = publisher = Publisher(self.config, self.grid, actor)
             if publisher.why_whole is not None:
@@ -124,8 +124,12 @@ class Run:
             with self.timer("wait"):
                 self.state = replace(self.generators.next_batch(), step=self.state.step)
             self.check_stop()
-        assert self.state.ahead is not None
-        return self.state.ahead, replace(self.state, ahead=None)
+        batch = self.state.ahead
+        assert batch is not None
+        if self.config.rollout.partial is not None:
+            ages = staleness_metrics(self.grid, batch.rollouts, self.learner.actor.optimizer_steps, self.config)
+            batch = replace(batch, metrics={**batch.metrics, **ages})
+        return batch, replace(self.state, ahead=None)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of every eval task under the engine's current weights."""
@@ -146,7 +150,7 @@ class Run:
         if folder is not None and (folder / AHEAD).exists():
             samples = {sample.id: sample for sample in self.sampler.prompts.train}
             self.state = replace(self.state, ahead=unpack_ahead((folder / AHEAD).read_bytes(), self.grid, samples))
-        if folder is not None and (folder / WAITING).exists():
+        if folder is not None and (folder / WAITING).exists() and self.generators is None:
             self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
         return state is not None
 
@@ -222,12 +226,12 @@ def build_run(
         timer=timer,
         stop=stop,
         pairs=pairs,
-        generators=None if grid.link is None else Generators(grid, sampler.prompts.train, report, stop),
+        generators=None if grid.link is None else Generators(config, grid, sampler.prompts.train, report, stop),
     )
 
 
 def build_generator(config: Config, grid: ProcessGrid, run_dir: Path, stop: StopFlag) -> GeneratorRun:
-    """What a rank that only generates loads: data and rewards. Raises ValueError as `build_run`."""
+    """Loads data and rewards on a rank that only generates. Raises ValueError as `build_run`."""
     report = Relay(config, run_dir, grid)
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     sampler = _sampler(config, grid, run_dir, "train", report, algorithm)

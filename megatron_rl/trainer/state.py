@@ -27,7 +27,8 @@ class State:
     position: int = 0  # training prompts taken
     warming_up: bool = False  # in the SFT steps before RL
     groups_drawn: int = 0  # with dynamic sampling: until the last step had its groups; 0: before the first
-    waiting: Waiting | None = None  # with partial rollouts: what is open; None: nothing
+    # With partial rollouts: what is open; None: nothing. Where others generate, packed, on rank 0 when a checkpoint is due.
+    waiting: Waiting | bytes | None = None
     ahead: Batch | None = None  # with split placement: the next step's, which is drawn already; None: nothing is
 
     @classmethod
@@ -43,7 +44,7 @@ class State:
 
     def drawn(self, grid: ProcessGrid) -> dict[str, bytes]:
         """A checkpoint's files of rollouts that were drawn and not trained on yet, on rank 0. Every rank calls it."""
-        waiting = None if self.waiting is None else pack(grid, self.waiting)
+        waiting = pack(grid, self.waiting) if isinstance(self.waiting, Waiting) else self.waiting
         ahead = None if self.ahead is None else pack_ahead(grid, self.ahead)
         files = {WAITING: waiting, AHEAD: ahead}
         return {name: content for name, content in files.items() if content is not None}

@@ -540,6 +540,7 @@ TABLE: dict[str, Entry] = {
     # Time, speed, memory
     "timing_s/step": Measured("a clock's; its phases add up to it", _phases),
     **{f"timing_s/{name}": Measured("a clock's", _phase) for name in _TIMED},
+    "timing_s/wait": Elsewhere("tests/e2e/test_split.py::test_the_metrics_say_how_old_the_batch_is"),
     "perf/generated_tokens_per_s": Recomputed(lambda step: step.lengths.sum() / step.row["timing_s/generate"]),
     "perf/tokens_per_s": Recomputed(lambda step: _tokens(step) / step.row["timing_s/step"]),
     "perf/total_tokens": Recomputed(_tokens),

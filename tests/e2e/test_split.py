@@ -24,6 +24,7 @@ pytestmark = pytest.mark.engine
 STEPS, UPDATES = RECIPE["trainer"]["steps"], RECIPE["trainer"]["minibatches"]
 # Two ranks learn, and the last one generates.
 SPLIT = ("launch.processes=3", "launch.generators=1", "rollout.tensor_parallel=1", "sft.steps=15")
+PARTIAL = "rollout.partial={chunk_tokens: 3, open_prompts: 16}"
 EVERY_SAMPLE = "logging.samples_per_step=32"
 
 
@@ -65,14 +66,25 @@ def test_a_step_is_drawn_by_the_weights_before_the_last_step(run: Path) -> None:
 def test_the_metrics_say_how_old_the_batch_is(run: Path) -> None:
     first, second = rows(run)[1], rows(run)[2]
     assert first["mismatch/abs_log_ratio_max"] < TOLERANCE < second["mismatch/abs_log_ratio_max"]
-    for row in rows(run)[1:]:
-        assert {"timing_s/generate", "timing_s/reward", "timing_s/update"} <= row.keys()
+    for row in rows(run)[1:STEPS]:
+        parts = sum(row[f"timing_s/{name}"] for name in ("wait", "estimate", "old_log_prob", "update", "sync"))
+        assert 0.5 * row["timing_s/step"] - 1 < parts < row["timing_s/step"], "generation is beside it"
+        assert row["timing_s/generate"] > 0
+        assert "timing_s/reward" in row
     assert "eval/held_out/avg@1" in rows(run)[0].keys() & rows(run)[2].keys() & rows(run)[STEPS].keys()
     assert (run / "samples" / f"eval_held_out_step_{STEPS}.jsonl").is_file()
 
 
-def test_when_a_generator_dies_the_run_ends_by_name_and_goes_on_to_the_same_bits(run: Path, tmp_path: Path) -> None:
-    killed = Job(tmp_path, *SPLIT, EVERY_SAMPLE)
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside the split, responses that go on in later steps."""
+    job = Job(tmp_path_factory.mktemp("partial"), *SPLIT, PARTIAL, EVERY_SAMPLE)
+    job.succeed()
+    return job.run_dir
+
+
+def test_when_a_generator_dies_the_run_ends_by_name_and_goes_on_to_the_same_bits(partial: Path, tmp_path: Path) -> None:
+    killed = Job(tmp_path, *SPLIT, PARTIAL, EVERY_SAMPLE)
     killed.wait_for_checkpoint(2)
     port = variable(killed.ranks()[0], "MASTER_PORT")
     os.kill(killed.ranks()[2], signal.SIGKILL)
@@ -80,9 +92,16 @@ def test_when_a_generator_dies_the_run_ends_by_name_and_goes_on_to_the_same_bits
     assert "rank 2" in killed.stderr
     assert processes_of(killed.run_dir) == []
     assert segments(port) == []
-    again = Job(tmp_path, *SPLIT, EVERY_SAMPLE)
+    again = Job(tmp_path, *SPLIT, PARTIAL, EVERY_SAMPLE)
     again.succeed()
-    assert differences(run, again.run_dir) == []
+    assert "continuing after step " in again.stdout
+    assert differences(partial, again.run_dir) == []
+    waits = rows(partial)[STEPS]["rollouts/waiting_groups"]
+    assert waits == 8
+    assert (partial / "checkpoints" / f"step_{STEPS}" / "waiting.npz").is_file(), "for a run that goes on further"
+    ages = [row["rollouts/staleness_max"] for row in rows(partial)[1:]]
+    assert ages[:2] == [0, 1]
+    assert max(ages) > 1
 
 
 def test_neither_the_number_of_engines_nor_the_way_of_the_weights_changes_a_bit(run: Path, tmp_path: Path) -> None:
