@@ -23,13 +23,14 @@ from megatron_rl.trainer.rank.main import main as run_rank
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to every rank, `delay` seconds after the `count`-th time that rank 0 comes to `point` in this start, from step
+    """SIGKILL to every rank, `delay` seconds after the `count`-th time that `rank` comes to `point` in this start, from step
     `step` on."""
 
     point: str
     count: int = 1
     delay: float = 0.0
     step: int = 0
+    rank: int = 0
 
     def __str__(self) -> str:
         return f"{self.point} {self.count} + {self.delay:.2f} s from step {self.step} on"
@@ -38,7 +39,7 @@ class Kill:
 def as_rank(command: str, run_dir: str, kill: Kill | None, others: Callable[[], Sequence[int]]) -> int:
     """`others`: the processes of the other ranks."""
     scramble()
-    if kill is not None and os.environ["RANK"] == "0":
+    if kill is not None and os.environ["RANK"] == str(kill.rank):
         arm(kill, others)
     return run_rank(RankJob(command, run_dir, str(Path(run_dir) / "recipe.yaml")))
 

@@ -44,7 +44,7 @@ class Proof:
 
     preset: str
     killed: list[Kill] = field(default_factory=list)
-    found: list[str] = field(default_factory=list)  # the phase that rank 0 was in when it was killed, of each
+    found: list[str] = field(default_factory=list)  # the phase that the killing rank was in, of each
     missed: int = 0  # kills that came to nothing, because the run was done before
     compared: str = ""
     differences: list[str] = field(default_factory=list)
@@ -63,6 +63,7 @@ def draw(
     seconds: Mapping[str, float],
     turns: int = 0,
     step_parts: Sequence[str] = (),
+    generator: int = 0,
 ) -> list[Kill]:
     """Kills in every part of a step equally often, in random order, at a random moment of a longer phase, from the first step
     to the last but one: where one lets the run get a step further, the next still finds it running.
@@ -71,6 +72,7 @@ def draw(
         seconds: how long each point takes.
         turns: of conversations, that an engine has in a step; a kill comes after any of them.
         step_parts: of POINTS; none: all that the run has.
+        generator: the first rank that generates.
     """
     step_parts = list(step_parts) or [part for part in POINTS if turns or part != "turn"]
     drawn_parts = [part for _ in range(kills) for part in step_parts][:kills]
@@ -80,7 +82,8 @@ def draw(
         point, step = random_.choice(POINTS[name]), i * steps // kills
         taken = seconds.get(point, 0.0)
         delay = round(random_.uniform(0, 0.9) * taken, 4) if taken > _SHORT else 0.0
-        drawn.append(Kill(point, random_.randint(1, turns) if name == "turn" else 1, delay, step))
+        rank = generator if point in ("generate", "reward") else 0
+        drawn.append(Kill(point, random_.randint(1, turns) if name == "turn" else 1, delay, step, rank))
     return drawn
 
 
@@ -121,7 +124,7 @@ def prove(
         code = starts[i % len(starts)]("train", text, killed, kill)
         if code == _KILLED and kill is not None:
             proof.killed.append(kill)
-            proof.found.append(_phase(killed))
+            proof.found.append(_phase(killed, kill.rank))
         elif code == 0:
             proof.missed = len(kills) - len(proof.killed)
             break
@@ -132,10 +135,10 @@ def prove(
     return proof
 
 
-def _phase(run_dir: Path) -> str:
-    """Where rank 0 of the last start was, by its heartbeat."""
+def _phase(run_dir: Path, rank: int) -> str:
+    """Where a rank of the last start was, by its heartbeat."""
     attempts = sorted((run_dir / "logs").glob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
-    beat = heartbeats(heartbeat_folder(attempts[-1]))[0]
+    beat = heartbeats(heartbeat_folder(attempts[-1]))[rank]
     return f"{beat['phase']} of step {beat['step']}"
 
 
@@ -249,7 +252,9 @@ def prove_all(
     for name in presets:
         own, folder = [*shared, *([f"algorithm.preset={name}"] if name else [])], out / (name or "recipe")
         straight = _run(starts[0], recipe, own, folder / "straight")
-        drawn = draw(random_, kills, steps, durations(straight), turns_of(straight), step_parts)
+        launch = load_recipe(straight / "recipe.yaml").launch
+        generator = (launch.processes or 0) - launch.generators if launch.generators else 0
+        drawn = draw(random_, kills, steps, durations(straight), turns_of(straight), step_parts, generator)
         proof = prove(recipe, own, folder, drawn, straight, *reversed(starts))
         proof.preset = name or "(the recipe's)"
         proofs.append(proof)

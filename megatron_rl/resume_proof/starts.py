@@ -83,7 +83,8 @@ def _fork_ranks(command: str, run_dir: str, processes: int, kill: Kill | None) -
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), ATTEMPT: str(attempt.absolute())}
     world |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     running: list[int] = []
-    for rank in reversed(range(processes)):  # rank 0 last: it is the one that kills the others
+    killing = 0 if kill is None else kill.rank  # the last, so that it knows the others
+    for rank in sorted(range(processes), key=lambda rank: rank == killing):
         pid = os.fork()
         if pid == 0:
             _become(rank, world, attempt, lambda: as_rank(command, run_dir, kill, lambda: running))
