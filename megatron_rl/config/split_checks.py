@@ -24,15 +24,6 @@ def check_split(config: Config, processes: int) -> Iterator[str]:
             f"`rollout.tensor_parallel` ({engine}), so that no engine's processes are on two nodes"
         )
     refused = {
-        "a task has an agent: what is drawn ahead is kept in checkpoints without what was said": any(
-            task.agent is not None for task in (*config.tasks.train.values(), *config.tasks.eval.values())
-        ),
-        "actor.moe.routing_replay is `rollout`: what is drawn ahead is kept in checkpoints without experts": (
-            config.actor.moe.routing_replay == "rollout"
-        ),
-        "algorithm.credit is `turn`: what is drawn ahead is kept in checkpoints without turns": (
-            config.algorithm.credit == "turn"
-        ),
         "rollout.exact compares with the weights that drew, and these are a step older": config.rollout.exact,
         "actor.offload makes room for an engine, and the processes that learn have none": config.actor.offload,
     }

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.rollout import Rollouts
+from megatron_rl.data.exact_json import from_json, to_json
+from megatron_rl.data.rollout import Rollouts, Turns
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import exchange, sizes_of, unflatten
 from megatron_rl.rollout.partial import gathered, npz
@@ -22,6 +25,8 @@ from megatron_rl.runtime.distributed import ProcessGrid
 
 AHEAD = "ahead.npz"  # a checkpoint's file
 _PLAIN = ("columns", "token_weights", "drawn")  # of `Rollouts`, as JSON
+# Of a `Rollout`, what its tokens do not tell where an agent held it.
+OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,48 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
     if batch is not None:
         rollouts.held = batch.rollouts.held
     needs = [((learner,), range(len(rollouts))[learner::learners]) for learner in range(learners)]
-    held = exchange(link, rollouts, needs)
+    received = exchange(link, rollouts, needs)
+    told_of = swap(link, {learner: said(rollouts, rows, link.rank) for (learner,), rows in needs})
     if batch is not None:
         return batch
-    rollouts.held = held
+    rollouts.held = received
+    for conversations in told_of:
+        tell(rollouts, conversations)
     rollouts.facts["source"] = np.arange(len(rollouts)) % learners
     return Batch(rollouts, _greedy(rollouts, greedy), metrics, seconds)
+
+
+def said(rollouts: Rollouts, rows: Iterable[int], rank: int) -> dict[int, dict[str, Any]]:
+    """By row what the tokens of conversations do not tell, of those of these rows that a rank hands out."""
+    here = (row for row in rows if rollouts.sample(row).agent is not None and rollouts.facts["source"][row] == rank)
+    return {row: {name: getattr(rollouts.held[row], name) for name in OF_CONVERSATION} for row in here}
+
+
+def tell(rollouts: Rollouts, conversations: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undoes `said`."""
+    for row, told in conversations.items():
+        for name, value in told.items():
+            setattr(rollouts.held[row], name, value)
+
+
+def swap(link: ProcessGrid, outgoing: Mapping[int, object]) -> list[Any]:
+    """What other ranks have for this one, in their order, without what is empty; `outgoing` by rank. All ranks call it."""
+    content = {target: pickle.dumps(what) for target, what in outgoing.items() if what and target != link.rank}
+    sizes = np.zeros((link.world, link.world), dtype=np.int64)
+    for target, data in content.items():
+        sizes[link.rank, target] = len(data)
+    link.sum_array(sizes)
+    buffers = [
+        (source, torch.empty(size, dtype=torch.uint8)) for source, size in enumerate(sizes[:, link.rank].tolist())
+    ]
+    buffers = [(source, buffer) for source, buffer in buffers if len(buffer)]
+    works = [dist.irecv(buffer, source, link.host_group) for source, buffer in buffers]
+    for target, data in content.items():
+        works.append(dist.isend(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, link.host_group))
+    for work in works:
+        assert work is not None  # this rank is in the group
+        work.wait()
+    return [pickle.loads(buffer.numpy().tobytes()) for _, buffer in buffers]
 
 
 def bring(link: ProcessGrid, content: bytes | None, source: int) -> bytes | None:
@@ -79,6 +120,10 @@ def bring(link: ProcessGrid, content: bytes | None, source: int) -> bytes | None
     return received.numpy().tobytes()
 
 
+def _turns(lengths: Sequence[int], rewards: Mapping[str, Sequence[float]] | None) -> Turns:
+    return Turns(tuple(lengths), None if rewards is None else {name: tuple(row) for name, row in rewards.items()})
+
+
 def _greedy(rollouts: Rollouts, told: tuple[np.ndarray, tuple[str, ...], np.ndarray] | None) -> Rollouts | None:
     if told is None:
         return None
@@ -90,10 +135,17 @@ def _greedy(rollouts: Rollouts, told: tuple[np.ndarray, tuple[str, ...], np.ndar
 def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     """A file's content, on rank 0. Every rank that learns calls it."""
     rollouts = batch.rollouts
-    arrays = gathered(grid, rollouts)
+    arrays, share = gathered(grid, rollouts), said(rollouts, range(len(rollouts)), grid.rank)
+    parts = grid.gather(share) if grid.world > 1 else [share]
     if arrays is None:
         return None
     plain = {name: getattr(rollouts, name) for name in _PLAIN} | {"metrics": batch.metrics, "seconds": batch.seconds}
+    if rollouts.turns is not None:
+        plain["turns"] = {row: [turns.lengths, turns.rewards] for row, turns in rollouts.turns.items()}
+    if rollouts.experts is not None:
+        assert rollouts.experts.subdtype is not None  # of layers × experts per token
+        plain["experts"] = rollouts.experts.subdtype[0].name, rollouts.experts.subdtype[1]
+    plain["said"] = {row: to_json(told) for part in parts for row, told in part.items()}
     arrays |= {"rewards": rollouts.rewards, "plain": np.array(json.dumps(plain, default=dict))}
     if batch.greedy is not None:
         of_greedy = {"greedy_facts": batch.greedy.facts, "greedy_rewards": batch.greedy.rewards}
@@ -114,12 +166,17 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
         raise ValueError(f"the prompt {gone} has responses that were drawn ahead, and is no training prompt any more")
     plain = json.loads(str(saved["plain"]))
     metrics, seconds = plain.pop("metrics"), plain.pop("seconds")
-    plain["columns"] = tuple(plain["columns"])
+    conversations, plain["columns"] = plain.pop("said"), tuple(plain["columns"])
+    if (turns := plain.get("turns")) is not None:
+        plain["turns"] = {int(row): _turns(*of_row) for row, of_row in turns.items()}
+    if (experts := plain.get("experts")) is not None:
+        plain["experts"] = np.dtype((np.dtype(experts[0]), tuple(experts[1])))
     rollouts = Rollouts([samples[name] for name in ids], int(saved["count"]), saved["facts"], {}, **plain)
     rollouts.rewards = saved["rewards"]
     rollouts.facts["source"] = np.arange(len(rollouts)) % grid.world
     views = np.split(saved["tokens"], np.cumsum(sizes_of(rollouts), dtype=np.int64)[:-1])
     rollouts.held = {row: unflatten(rollouts, row, views[row]) for row in range(len(rollouts))[grid.rank :: grid.world]}
+    tell(rollouts, {int(row): from_json(told) for row, told in conversations.items() if int(row) in rollouts.held})
     greedy = None
     if "greedy_facts" in saved:
         greedy = saved["greedy_facts"], tuple(saved["greedy_columns"].tolist()), saved["greedy_rewards"]

@@ -72,9 +72,11 @@ class Subscriber:
     def __init__(self, grid: ProcessGrid, source: RemoteWeights, sync: WeightSync) -> None:
         self._grid, self._source, self._sync = grid, source, sync
 
-    def push(self) -> None:
-        self._source.optimizer_steps = self._grid.everyone.broadcast(0)
+    def push(self) -> str:
+        """Takes new weights; returns what tells their bits from others'."""
+        self._source.optimizer_steps, digest = self._grid.everyone.broadcast((0, ""))
         self._sync.push()
+        return digest
 
     def check(self) -> None:
         """Compares the engine's log-probs with those that the ranks that learn have sent, and tells them."""
@@ -107,13 +109,14 @@ class Publisher:
                 plan = sliced_plan(config, grid, source)
                 self._transfer = Transfer(plan, source.weights(), source.dtype, grid.everyone, timeout)
 
-    def push(self) -> None:
-        """Brings the present weights into the engines; waits until these have drawn what they are drawing.
+    def push(self, digest: str = "") -> None:
+        """Brings the present weights into the engines; waits until these have drawn what they are drawing. `digest`: tells
+        their bits from others', for the engines' side.
 
         Raises:
             SyncError: as of `WeightSync.push`.
         """
-        self._grid.everyone.broadcast(self._source.optimizer_steps)
+        self._grid.everyone.broadcast((self._source.optimizer_steps, digest))
         if self._transfer is not None:
             self._transfer.push(_Nowhere())
         elif self._adapters:

@@ -158,7 +158,7 @@ def _take_weights(
 ) -> None:
     """The weights after a step, compared where the recipe wants it."""
     with run.timer.untimed("wait"):
-        subscriber.push()
+        run.sampler.weights = subscriber.push()
     if always_checked or step % run.config.rollout.sync_check_every == 0:
         with run.timer.untimed("sync_check"):
             subscriber.check()

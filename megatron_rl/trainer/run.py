@@ -100,7 +100,7 @@ class Run:
             if publisher.why_whole is not None:
                 self.report.note(f"weights go to the engine whole, not in slices: {publisher.why_whole}")
             scored = self.score_by_actor()
-            publisher.push()
+            publisher.push(self._weights_digest())
             publisher.check(scored)
 
     def check_stop(self) -> None:
@@ -161,19 +161,24 @@ class Run:
         copies of the weights overlap, the cache and the actor's gradients never do, and with `actor.offload_weights` nor do
         the cache and the actor's weights. On a CPU nothing moves, nor with split placement, but for the weights.
         """
-        if self.generators is not None:
-            self.sync.push()
+        if isinstance(self.sync, Publisher):
+            self.sync.push(self._weights_digest())
             return
         actor, sampler = self.learner.actor, self.sampler
         actor.offload()
         sampler.engine.wake("weights")
         self.sync.push()
-        if sampler.journal is not None:
-            digests = self.grid.all_gather(actor.weights_digest())
-            sampler.weights = hashlib.blake2b(b"".join(digests), digest_size=12).hexdigest()
+        sampler.weights = self._weights_digest()
         actor.offload_weights()
         sampler.engine.wake("cache")
         self.actor_has_device = False
+
+    def _weights_digest(self) -> str:
+        """Tells the actor's weights from others, where conversations are recorded."""
+        if self.sampler.journal is None:
+            return ""
+        digests = self.grid.all_gather(self.learner.actor.weights_digest())
+        return hashlib.blake2b(b"".join(digests), digest_size=12).hexdigest()
 
     def hand_device_to_actor(self) -> None:
         """The device is the actor's from here on; the engine keeps neither weights nor cache on a GPU."""

@@ -9,6 +9,7 @@ from megatron_rl.data.rollout import UNANSWERED, Rollout, Rollouts, scored_sampl
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer
+from megatron_rl.rollout.ahead import OF_CONVERSATION
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.runtime.distributed import ProcessGrid
 
@@ -34,7 +35,7 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     fetched = [received[row] for row in rows if grid.is_main]
     for row, rollout in zip(rows, fetched, strict=False):  # elsewhere nothing was fetched
         if row in conversations:
-            for name, value in zip(_OF_CONVERSATION, conversations[row], strict=True):
+            for name, value in zip(OF_CONVERSATION, conversations[row], strict=True):
                 setattr(rollout, name, value)
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):
@@ -42,16 +43,13 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     return fetched
 
 
-_OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
-
-
 def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, list[object]]:
-    """`_OF_CONVERSATION`, which tokens alone do not tell, by row, on rank 0."""
+    """`OF_CONVERSATION`, which tokens alone do not tell, by row, on rank 0."""
     wanted = [row for row in rows if rollouts.sample(row).agent is not None]
     if not wanted:
         return {}
     here = {row: rollouts.held[row] for row in wanted if rollouts.facts["source"][row] == grid.rank}
-    share = {row: [getattr(one, name) for name in _OF_CONVERSATION] for row, one in here.items()}
+    share = {row: [getattr(one, name) for name in OF_CONVERSATION] for row, one in here.items()}
     parts = grid.gather(share) if grid.world > 1 else [share]
     return {row: conversation for part in parts for row, conversation in part.items()}
 

@@ -35,12 +35,6 @@ def test_what_it_does_not_go_with(overrides: tuple[str, ...], message: str) -> N
     assert "launch.generators" in str(refusal.value)
 
 
-def test_agents_are_refused() -> None:
-    config = load_recipe(RECIPE.with_name("tool_house.yaml"), ["launch.generators=1"])
-    with pytest.raises(ConfigError, match=r"`launch.generators` does not go with this recipe: a task has an agent"):
-        check(config, machine=CPU)
-
-
 def test_what_follows_from_it() -> None:
     config = load_recipe(RECIPE, ["launch.generators=3", "launch.processes=null", "actor.parallel.tensor=2"])
     assert config.algorithm.correction.weight == "token"
