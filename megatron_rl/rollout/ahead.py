@@ -74,7 +74,7 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
 
 
 def said(rollouts: Rollouts, rows: Iterable[int], rank: int) -> dict[int, dict[str, Any]]:
-    """By row what the tokens of conversations do not tell, of those of these rows that a rank hands out."""
+    """Returns by row what the tokens of conversations do not tell, of those of these rows that a rank hands out."""
     here = (row for row in rows if rollouts.sample(row).agent is not None and rollouts.facts["source"][row] == rank)
     return {row: {name: getattr(rollouts.held[row], name) for name in OF_CONVERSATION} for row in here}
 
@@ -87,7 +87,7 @@ def tell(rollouts: Rollouts, conversations: Mapping[int, Mapping[str, Any]]) -> 
 
 
 def swap(link: ProcessGrid, outgoing: Mapping[int, object]) -> list[Any]:
-    """What other ranks have for this one, in their order, without what is empty; `outgoing` by rank. All ranks call it."""
+    """Returns what other ranks have for this one, in their order, without what is empty. `outgoing`: by rank."""
     content = {target: pickle.dumps(what) for target, what in outgoing.items() if what and target != link.rank}
     sizes = np.zeros((link.world, link.world), dtype=np.int64)
     for target, data in content.items():
