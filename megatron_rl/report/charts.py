@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run_record import RunRecord, by_recipe, recipe_name, shown_evaluations
+from megatron_rl.report.run_record import RunRecord, by_recipe, phases_of_step, recipe_name, shown_evaluations
 
 COLOURS = (
     *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),
@@ -194,7 +194,7 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
 
 def draw_time(run: RunRecord, title: str) -> Drawing | None:
     """Seconds of each step by phase, stacked."""
-    phases = [name for name in run.metrics() if name.startswith("timing_s/") and name != "timing_s/step"]
+    phases = phases_of_step(run.metrics())
     rows = [row for row in run.steps() if "timing_s/step" in row]
     if not phases or len(rows) < 2:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -128,6 +128,13 @@ def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
         for key, values in table.items()
         if len({repr(None if value == {} else value) for value in values}) > 1  # an empty section is one without keys
     }
+
+
+def phases_of_step(metrics: Iterable[str]) -> list[str]:
+    """Those of the metrics that are seconds of a step's phases; with split placement not of what others do beside it."""
+    names = [name for name in metrics if name.startswith("timing_s/") and name != "timing_s/step"]
+    beside = ("timing_s/generate", "timing_s/reward") if "timing_s/wait" in names else ()
+    return [name for name in names if name not in beside]
 
 
 def shown_evaluations(metrics: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.report import read_run, render
-from megatron_rl.report.run_record import shown_evaluations
+from megatron_rl.report.run_record import phases_of_step, shown_evaluations
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import ProcessGrid
@@ -289,9 +289,10 @@ class Reporter:
         total = time.monotonic() - self._started
         parts = [f"{name} {seconds:.0f} s" for name, seconds in self._stage_seconds.items()]
         self.console.print(f"This process ran {total:.0f} s{': ' if parts else ''}{', '.join(parts)}")
-        spent = sum(self._seconds.values())
+        seconds = {name: self._seconds[name] for name in phases_of_step(self._seconds)}
+        spent = sum(seconds.values())
         if spent:
-            shares = sorted(self._seconds.items(), key=lambda item: -item[1])
+            shares = sorted(seconds.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
             self.console.print(f"Time within {'RL' if self.command == 'train' else self.command} steps: {shown}")
         has_metrics = (self.run_dir / "metrics.jsonl").is_file()  # none where a checkpoint was exported without a step

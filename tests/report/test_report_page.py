@@ -456,3 +456,12 @@ def test_a_status_breaks_its_numbers_between_them(tmp_path: Path) -> None:
     assert all(len(one) <= 80 for one in lines)
     assert "".join(lines).count("0.1235") == 8
     assert [one for one in status.text().splitlines() if one.count("0.1235") == 8], "a file's lines have no end"
+
+
+def test_what_generators_do_beside_a_step_is_no_part_of_it(tmp_path: Path) -> None:
+    rows = [{**row, "timing_s/generate": 7.0, "timing_s/wait": 0.25, "timing_s/step": 2.0} for row in healthy()]
+    drawing = draw_time(read_run(write_run(tmp_path / "run", rows)), "time")
+    assert drawing is not None
+    names = [line.label.split()[0] for line in drawing.lines]
+    assert "wait" in names
+    assert "generate" not in names
