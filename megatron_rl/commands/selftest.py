@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--only", metavar="STEP", nargs="+", choices=[step.name for step in STEPS], help="only these steps"
     )
+    parser.add_argument(
+        "--mismatch", action="store_true", help="only: where engine and actor differ in bf16, operation by operation"
+    )
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="default: runs/selftest_<date and time>")
 
 
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout,
         )
     for step in STEPS:
-        if args.only and step.name not in args.only:
+        if step.name not in args.only if args.only else step.asked != args.mismatch:
             continue
         missing = _missing(step, machine.gpus)
         result = Result(step, LEFT_OUT, text=missing) if missing else _run(step, folder / step.name, machine.gpus)

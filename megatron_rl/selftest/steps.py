@@ -23,6 +23,7 @@ class SelfTestStep:
     overrides: tuple[str, ...] = ()  # of the step's recipe
     processes: int = 1  # tensor-parallel ranks of actor and engine; on a node with GPUs, one each
     minutes: float = 15.0  # after which it counts as hung; a node's first run compiles kernels in most steps
+    asked: bool = False  # it shows a difference and judges nothing: run where it is asked for only
 
 
 _SLEEP = (
@@ -31,6 +32,7 @@ _SLEEP = (
     "otherwise than scored: the CUDA graphs of decoding, which read memory that sleep has moved"
 )
 _SPEED = "out of memory: another process holds the card, or the card has less than 80 GB; else the option's own kernels"
+_APART = "a module that vLLM or Megatron-Core has named otherwise since (selftest/mismatch.py)"
 # Of the actor, each measured against the step `speed`.
 _OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
     "selective": ("GPU", ("actor.recompute=selective",)),
@@ -160,5 +162,22 @@ STEPS = (
     ),
     SelfTestStep(
         "decode", "speed.decode", "tokens/s of the engine, with and without seeds; seconds of a weight sync", _SPEED
+    ),
+    SelfTestStep(
+        "mismatch",
+        "mismatch.dense",
+        "in bf16, which operation differs in engine and actor, by how much?",
+        _APART,
+        asked=True,
+    ),
+    SelfTestStep("mismatch-moe", "mismatch.experts", "the same with experts", _APART, asked=True),
+    SelfTestStep(
+        "mismatch-fp8",
+        "mismatch.dense",
+        "the same with the engine's weights in FP8",
+        _APART,
+        need="FP8",
+        overrides=("rollout.fp8=blockwise",),
+        asked=True,
     ),
 )

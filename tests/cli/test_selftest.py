@@ -37,7 +37,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
     assert {"linear", "rl-offload", "speed-full", "offload"} < GPU_ONLY
     for step in STEPS:
         verdict = "left out" if step.name in GPU_ONLY else "ok"
-        assert f"| `{step.name}` | {verdict} |" in report
+        assert (f"| `{step.name}` | {verdict} |" in report) == (not step.asked)
     assert "no figure on this page is one of a GPU" in report
     figures = {path.parent.name: json.loads(path.read_text())["figures"] for path in page.glob("*/result.json")}
     assert figures["actor"]["experts: mean difference from transformers"] < 1e-5
@@ -65,6 +65,30 @@ def test_a_fault_fails_its_step_with_what_is_wrong(
     assert "SyncError: after a weight sync the engine's log-probs differ from the actor's" in said
     assert "the first that the engine holds otherwise is model.layers.1.input_layernorm.weight" in said
     assert "checkpoint, engine failed; report: " in said
+
+
+@pytest.mark.engine
+def test_where_engine_and_actor_differ_is_shown_whole_and_a_changed_operation_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> RanksOutcome:
+        return warm.run_ranks([*command[:2], "tests.cli.apart_rank", *command[3:]], processes, log_dir, environment)
+
+    monkeypatch.setattr(selftest, "run_ranks", changed)
+    assert cli.main(["selftest", "--mismatch", "--run-dir", str(tmp_path / "run")]) == 0
+    steps = {path.parent.name: json.loads(path.read_text())["figures"] for path in tmp_path.glob("run/*/result.json")}
+    assert steps.keys() == {"mismatch", "mismatch-moe"}
+    kinds = {"norm", "attention", "mlp", "head"}
+    for name, figures in steps.items():
+        assert figures.keys() == {
+            *("log-probs differ by", "left where all are added"),
+            *kinds | ({"router"} if name == "mismatch-moe" else set()),
+        }
+        assert figures["left where all are added"] < figures["log-probs differ by"] / 1000
+    assert list(steps["mismatch"])[1] == "mlp"
+    share = float(steps["mismatch"]["mlp"].split()[0])
+    assert share == pytest.approx(2**-4, rel=0.1)
+    assert list(steps["mismatch-moe"])[1] != "mlp" or float(steps["mismatch-moe"]["mlp"].split()[0]) < share / 2
 
 
 def test_it_stops_at_the_first_surprise(

@@ -1,0 +1,231 @@
+"""Where engine and actor differ (`megatron-rl selftest --mismatch`): operation by operation, over a few sequences.
+
+The actor computes what the engine has computed, each of its operations from what the engine's took. So an operation's own
+difference is seen, without what those before it have added up. What it brings to the log-probs is how much these change where
+the actor computes by itself, and adds that difference to what the operation gives in every layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from megatron_rl.rollout import vllm_engine
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.selftest.bench import SHAPE, Bench, Figures, Surprise, sequences
+from megatron_rl.trainer.run import Run, build_run
+
+NORM, ATTENTION, ROUTER, MLP, HEAD = "norm", "attention", "router", "mlp", "head"
+
+
+def dense(bench: Bench) -> Figures:
+    return _compared(bench, experts=0)
+
+
+def experts(bench: Bench) -> Figures:
+    return _compared(bench, experts=16)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operation of a layer: its modules in vLLM's model and in the actor's."""
+
+    kind: str
+    engine: str  # name in the model
+    actor: nn.Module
+
+
+@dataclass
+class Passed:
+    """What the engine's operations took and gave in a pass, [tokens, ...], by their modules' names."""
+
+    took: dict[str, Tensor] = field(default_factory=dict)
+    gave: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _compared(bench: Bench, experts: int) -> Figures:
+    """Returns the mean difference of log-probs; then, what brings most first, how far each operation is from the engine's, as
+    a share of its size, and the difference of log-probs that it brings; and what none of them explains."""
+    config = bench.recipe(bench.model(SHAPE, experts), "run", "model.dtype=bfloat16", "rollout.max_tokens=256")
+    run = build_run(config, bench.grid, Path(config.run_dir))
+    run.learner.start()
+    with _eager():
+        run.start_engine()
+    places = _places(run.learner.actor.chunks[0], experts > 0)
+    kinds = list(dict.fromkeys(place.kind for place in places))
+    errors, brought = {kind: list[float]() for kind in kinds}, {kind: list[float]() for kind in (*kinds, HEAD)}
+    whole, left = list[float](), list[float]()
+    for tokens in sequences(config.model.create.vocab_size if config.model.create else 64):
+        passed, of_engine = _by_engine(run, tokens.tolist(), places)
+        alone = _by_actor(run, tokens.tolist())
+        whole.append(_apart(alone, of_engine))
+        with _as_engine(places, passed, errors) as differences:  # all but the output layer
+            brought[HEAD].append(_apart(_by_actor(run, tokens.tolist()), of_engine))
+        for kind in kinds:
+            with _added([place for place in places if place.kind == kind], differences):
+                brought[kind].append(_apart(_by_actor(run, tokens.tolist()), alone))
+        with _added(places, differences):
+            left.append(_apart(_by_actor(run, tokens.tolist()), of_engine))
+    run.close()
+    figures: Figures = {"log-probs differ by": float(np.mean(whole))}
+    for kind in sorted(brought, key=lambda kind: -float(np.mean(brought[kind]))):
+        share = f"{np.mean(errors[kind]):.1e} of its size, " if kind in errors else ""
+        figures[kind] = f"{share}brings {np.mean(brought[kind]):.1e}"
+    return figures | {"left where all are added": float(np.mean(left))}
+
+
+def _places(chunk: nn.Module, has_experts: bool) -> list[Place]:
+    """The operations of a decoder, in their order. Where Transformer Engine has a norm within the next product, that one."""
+    decoder: Any = getattr(chunk, "decoder")  # noqa: B009  # of Megatron-Core's GPTModel
+    places = []
+    for number, layer in enumerate(decoder.layers):
+        name = f"model.layers.{number}"
+        for norm, of_engine in (
+            (layer.input_layernorm, "input_layernorm"),
+            (layer.pre_mlp_layernorm, "post_attention_layernorm"),
+        ):
+            if any(True for _ in norm.parameters()):
+                places.append(Place(NORM, f"{name}.{of_engine}", norm))
+        places.append(Place(ATTENTION, f"{name}.self_attn", layer.self_attention))
+        if has_experts:
+            places.append(Place(ROUTER, f"{name}.mlp.gate", layer.mlp.router))
+        places.append(Place(MLP, f"{name}.mlp", layer.mlp))
+    return [*places, Place(NORM, "model.norm", decoder.final_layernorm)]
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """vLLM compiles nothing while entered: in what is compiled no module is called by itself."""
+    options = vllm_engine.llm_options
+    vllm_engine.llm_options = lambda *arguments: options(*arguments) | {"enforce_eager": True}
+    try:
+        yield
+    finally:
+        vllm_engine.llm_options = options
+
+
+def _by_engine(run: Run, tokens: list[int], places: Sequence[Place]) -> tuple[Passed, np.ndarray]:
+    """The engine's pass over a sequence, and its log-probs."""
+    engine, passed, hooks = run.sampler.engine, Passed(), list[Any]()
+    assert isinstance(engine, VllmEngine)
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken = [value for value in (*args, *kwargs.values()) if _is_hidden(value)]
+            passed.took.setdefault(name, taken[0].clone())
+
+        return hook
+
+    def after(name: str, kind: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if name in passed.gave:
+                return  # of the token that it draws behind the sequence
+            passed.gave[name] = (output[0] if isinstance(output, tuple) else output).clone()
+            if kind == NORM and isinstance(output, tuple):  # it has added the layer's output to the stream first
+                passed.took[name] = output[1].clone()
+
+        return hook
+
+    def attach(model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        if missing := next((place.engine for place in places if place.engine not in modules), None):
+            raise Surprise(f"vLLM's model has no module {missing}")
+        for place in places:
+            hooks.append(modules[place.engine].register_forward_pre_hook(before(place.engine), with_kwargs=True))
+            hooks.append(modules[place.engine].register_forward_hook(after(place.engine, place.kind), with_kwargs=True))
+
+    engine.llm.apply_model(attach)
+    [scores] = engine.score([tokens])
+    for hook in hooks:
+        hook.remove()
+    if silent := next((place.engine for place in places if place.engine not in passed.gave), None):
+        raise Surprise(f"vLLM has not called its module {silent}")
+    return passed, scores
+
+
+def _is_hidden(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 2
+
+
+def _by_actor(run: Run, tokens: list[int]) -> np.ndarray:
+    [scores] = run.learner.score([tokens]).log_probs
+    return scores
+
+
+def _apart(scores: np.ndarray, others: np.ndarray) -> float:
+    return float(np.abs(scores - others).mean())
+
+
+@contextlib.contextmanager
+def _as_engine(places: Sequence[Place], passed: Passed, errors: dict[str, list[float]]) -> Iterator[dict[str, Tensor]]:
+    """While entered, the actor's operations take what the engine's took, and give what they gave. Yields what these gave less
+    what the actor's would have given, float32 by place, which is there after a pass; `errors`: its share of it, by kind."""
+    differences = dict[str, Tensor]()
+
+    def taken(place: Place, whole: Tensor) -> Tensor:
+        return _with(whole, passed.took[place.engine])
+
+    def given(place: Place, own: Tensor) -> Tensor:
+        gave = passed.gave[place.engine].float()
+        differences[place.engine] = gave - own.reshape(-1, own.shape[-1])[: len(gave)].float()
+        errors[place.kind].append(float(differences[place.engine].norm() / gave.norm()))
+        return _with(own, gave)
+
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            stack.enter_context(_changed(place, taken, given))
+        yield differences
+
+
+@contextlib.contextmanager
+def _added(places: Sequence[Place], differences: dict[str, Tensor]) -> Iterator[None]:
+    """While entered, these operations of the actor's give so much more."""
+
+    def given(place: Place, own: Tensor) -> Tensor:
+        more = differences[place.engine]
+        return _with(own, own.reshape(-1, own.shape[-1])[: len(more)].float() + more)
+
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            stack.enter_context(_changed(place, lambda place, whole: whole, given))
+        yield
+
+
+@contextlib.contextmanager
+def _changed(
+    place: Place, taken: Callable[[Place, Tensor], Tensor], given: Callable[[Place, Tensor], Tensor]
+) -> Iterator[None]:
+    """While entered, an operation of the actor's takes and gives something else. A router gives the logits by which experts
+    are chosen."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (taken(place, args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": taken(place, kwargs["hidden_states"])}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return (given(place, output[0]), *output[1:]) if isinstance(output, tuple) else given(place, output)
+
+    router: Any = place.actor
+    with contextlib.ExitStack() as stack:
+        if place.kind == ROUTER:
+            gating = router.gating
+            router.gating = lambda hidden, *more: given(place, gating(taken(place, hidden), *more))
+            stack.callback(delattr, router, "gating")
+        else:
+            stack.callback(place.actor.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(place.actor.register_forward_hook(after, with_kwargs=True).remove)
+        yield
+
+
+def _with(whole: Tensor, rows: Tensor) -> Tensor:
+    """[tokens, 1, ...] with these in the first tokens' place."""
+    changed = whole.detach().clone()
+    changed.reshape(-1, whole.shape[-1])[: len(rows)] = rows.to(whole)
+    return changed
