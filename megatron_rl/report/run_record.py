@@ -131,7 +131,7 @@ def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
 
 
 def phases_of_step(metrics: Iterable[str]) -> list[str]:
-    """Those of the metrics that are seconds of a step's phases; with split placement not of what others do beside it."""
+    """Picks the metrics that are seconds of a step's phases; with split placement not of what others do beside it."""
     names = [name for name in metrics if name.startswith("timing_s/") and name != "timing_s/step"]
     beside = ("timing_s/generate", "timing_s/reward") if "timing_s/wait" in names else ()
     return [name for name in names if name not in beside]

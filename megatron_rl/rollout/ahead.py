@@ -49,14 +49,14 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
     All ranks of both roles call it. `batch`: None on a rank that learns. `samples`: the training prompts by id.
     """
     link, learners = grid.everyone, grid.learners
-    told = None
+    message = None
     if batch is not None:
         greedy = None if batch.greedy is None else (batch.greedy.facts, batch.greedy.columns, batch.greedy.rewards)
         plain = replace(batch.rollouts, samples=[], held={}, facts=batch.rollouts.facts.copy())
-        told = [sample.id for sample in batch.rollouts.samples], plain, greedy, batch.metrics, batch.seconds
-    told = link.broadcast(told, source=learners)
-    assert told is not None  # the first rank that generates has it
-    ids, plain, greedy, metrics, seconds = told
+        message = [sample.id for sample in batch.rollouts.samples], plain, greedy, batch.metrics, batch.seconds
+    message = link.broadcast(message, source=learners)
+    assert message is not None  # the first rank that generates has it
+    ids, plain, greedy, metrics, seconds = message
     rollouts = replace(plain, samples=[samples[name] for name in ids])
     rollouts.facts["source"] += learners  # their ranks in `link`
     if batch is not None:
@@ -136,7 +136,7 @@ def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     """A file's content, on rank 0. Every rank that learns calls it."""
     rollouts = batch.rollouts
     arrays, share = gathered(grid, rollouts), said(rollouts, range(len(rollouts)), grid.rank)
-    parts = grid.gather(share) if grid.world > 1 else [share]
+    conversations = grid.gather(share) if grid.world > 1 else [share]
     if arrays is None:
         return None
     plain = {name: getattr(rollouts, name) for name in _PLAIN} | {"metrics": batch.metrics, "seconds": batch.seconds}
@@ -145,7 +145,7 @@ def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     if rollouts.experts is not None:
         assert rollouts.experts.subdtype is not None  # of layers × experts per token
         plain["experts"] = rollouts.experts.subdtype[0].name, rollouts.experts.subdtype[1]
-    plain["said"] = {row: to_json(told) for part in parts for row, told in part.items()}
+    plain["said"] = {row: to_json(told) for part in conversations for row, told in part.items()}
     arrays |= {"rewards": rollouts.rewards, "plain": np.array(json.dumps(plain, default=dict))}
     if batch.greedy is not None:
         of_greedy = {"greedy_facts": batch.greedy.facts, "greedy_rewards": batch.greedy.rewards}

@@ -33,7 +33,7 @@ def experts(bench: Bench) -> Figures:
 
 
 @dataclass(frozen=True)
-class Place:
+class Operation:
     """An operation of a layer: its modules in vLLM's model and in the actor's."""
 
     kind: str
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass
 class Passed:
-    """What the engine's operations took and gave in a pass, [tokens, ...], by their modules' names."""
+    """Holds what the engine's operations took and gave in a pass, [tokens, ...], by their modules' names."""
 
     took: dict[str, Tensor] = field(default_factory=dict)
     gave: dict[str, Tensor] = field(default_factory=dict)
@@ -57,33 +57,33 @@ def _compared(bench: Bench, experts: int) -> Figures:
     run.learner.start()
     with _eager():
         run.start_engine()
-    places = _places(run.learner.actor.chunks[0], experts > 0)
-    kinds = list(dict.fromkeys(place.kind for place in places))
+    operations = _operations(run.learner.actor.chunks[0], experts > 0)
+    kinds = list(dict.fromkeys(operation.kind for operation in operations))
     errors, brought = {kind: list[float]() for kind in kinds}, {kind: list[float]() for kind in (*kinds, HEAD)}
-    whole, left = list[float](), list[float]()
+    apart, left = list[float](), list[float]()
     for tokens in sequences(config.model.create.vocab_size if config.model.create else 64):
-        passed, of_engine = _by_engine(run, tokens.tolist(), places)
+        passed, of_engine = _by_engine(run, tokens.tolist(), operations)
         alone = _by_actor(run, tokens.tolist())
-        whole.append(_apart(alone, of_engine))
-        with _as_engine(places, passed, errors) as differences:  # all but the output layer
+        apart.append(_apart(alone, of_engine))
+        with _as_engine(operations, passed, errors) as differences:  # all but the output layer
             brought[HEAD].append(_apart(_by_actor(run, tokens.tolist()), of_engine))
         for kind in kinds:
-            with _added([place for place in places if place.kind == kind], differences):
+            with _added([operation for operation in operations if operation.kind == kind], differences):
                 brought[kind].append(_apart(_by_actor(run, tokens.tolist()), alone))
-        with _added(places, differences):
+        with _added(operations, differences):
             left.append(_apart(_by_actor(run, tokens.tolist()), of_engine))
     run.close()
-    figures: Figures = {"log-probs differ by": float(np.mean(whole))}
+    figures: Figures = {"log-probs differ by": float(np.mean(apart))}
     for kind in sorted(brought, key=lambda kind: -float(np.mean(brought[kind]))):
         share = f"{np.mean(errors[kind]):.1e} of its size, " if kind in errors else ""
         figures[kind] = f"{share}brings {np.mean(brought[kind]):.1e}"
     return figures | {"left where all are added": float(np.mean(left))}
 
 
-def _places(chunk: nn.Module, has_experts: bool) -> list[Place]:
+def _operations(chunk: nn.Module, has_experts: bool) -> list[Operation]:
     """The operations of a decoder, in their order. Where Transformer Engine has a norm within the next product, that one."""
     decoder: Any = getattr(chunk, "decoder")  # noqa: B009  # of Megatron-Core's GPTModel
-    places = []
+    operations = []
     for number, layer in enumerate(decoder.layers):
         name = f"model.layers.{number}"
         for norm, of_engine in (
@@ -91,12 +91,12 @@ def _places(chunk: nn.Module, has_experts: bool) -> list[Place]:
             (layer.pre_mlp_layernorm, "post_attention_layernorm"),
         ):
             if any(True for _ in norm.parameters()):
-                places.append(Place(NORM, f"{name}.{of_engine}", norm))
-        places.append(Place(ATTENTION, f"{name}.self_attn", layer.self_attention))
+                operations.append(Operation(NORM, f"{name}.{of_engine}", norm))
+        operations.append(Operation(ATTENTION, f"{name}.self_attn", layer.self_attention))
         if has_experts:
-            places.append(Place(ROUTER, f"{name}.mlp.gate", layer.mlp.router))
-        places.append(Place(MLP, f"{name}.mlp", layer.mlp))
-    return [*places, Place(NORM, "model.norm", decoder.final_layernorm)]
+            operations.append(Operation(ROUTER, f"{name}.mlp.gate", layer.mlp.router))
+        operations.append(Operation(MLP, f"{name}.mlp", layer.mlp))
+    return [*operations, Operation(NORM, "model.norm", decoder.final_layernorm)]
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def _eager() -> Iterator[None]:
         vllm_engine.llm_options = options
 
 
-def _by_engine(run: Run, tokens: list[int], places: Sequence[Place]) -> tuple[Passed, np.ndarray]:
+def _by_engine(run: Run, tokens: list[int], operations: Sequence[Operation]) -> tuple[Passed, np.ndarray]:
     """The engine's pass over a sequence, and its log-probs."""
     engine, passed, hooks = run.sampler.engine, Passed(), list[Any]()
     assert isinstance(engine, VllmEngine)
@@ -134,17 +134,23 @@ def _by_engine(run: Run, tokens: list[int], places: Sequence[Place]) -> tuple[Pa
 
     def attach(model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        if missing := next((place.engine for place in places if place.engine not in modules), None):
+        if missing := next((operation.engine for operation in operations if operation.engine not in modules), None):
             raise Surprise(f"vLLM's model has no module {missing}")
-        for place in places:
-            hooks.append(modules[place.engine].register_forward_pre_hook(before(place.engine), with_kwargs=True))
-            hooks.append(modules[place.engine].register_forward_hook(after(place.engine, place.kind), with_kwargs=True))
+        for operation in operations:
+            hooks.append(
+                modules[operation.engine].register_forward_pre_hook(before(operation.engine), with_kwargs=True)
+            )
+            hooks.append(
+                modules[operation.engine].register_forward_hook(
+                    after(operation.engine, operation.kind), with_kwargs=True
+                )
+            )
 
     engine.llm.apply_model(attach)
     [scores] = engine.score([tokens])
     for hook in hooks:
         hook.remove()
-    if silent := next((place.engine for place in places if place.engine not in passed.gave), None):
+    if silent := next((operation.engine for operation in operations if operation.engine not in passed.gave), None):
         raise Surprise(f"vLLM has not called its module {silent}")
     return passed, scores
 
@@ -163,64 +169,66 @@ def _apart(scores: np.ndarray, others: np.ndarray) -> float:
 
 
 @contextlib.contextmanager
-def _as_engine(places: Sequence[Place], passed: Passed, errors: dict[str, list[float]]) -> Iterator[dict[str, Tensor]]:
+def _as_engine(
+    operations: Sequence[Operation], passed: Passed, errors: dict[str, list[float]]
+) -> Iterator[dict[str, Tensor]]:
     """While entered, the actor's operations take what the engine's took, and give what they gave. Yields what these gave less
-    what the actor's would have given, float32 by place, which is there after a pass; `errors`: its share of it, by kind."""
+    what the actor's would have given, float32 by operation, there after a pass. `errors`: gets its share of it, by kind."""
     differences = dict[str, Tensor]()
 
-    def taken(place: Place, whole: Tensor) -> Tensor:
-        return _with(whole, passed.took[place.engine])
+    def taken(operation: Operation, own: Tensor) -> Tensor:
+        return _with(own, passed.took[operation.engine])
 
-    def given(place: Place, own: Tensor) -> Tensor:
-        gave = passed.gave[place.engine].float()
-        differences[place.engine] = gave - own.reshape(-1, own.shape[-1])[: len(gave)].float()
-        errors[place.kind].append(float(differences[place.engine].norm() / gave.norm()))
+    def changed_output(operation: Operation, own: Tensor) -> Tensor:
+        gave = passed.gave[operation.engine].float()
+        differences[operation.engine] = gave - own.reshape(-1, own.shape[-1])[: len(gave)].float()
+        errors[operation.kind].append(float(differences[operation.engine].norm() / gave.norm()))
         return _with(own, gave)
 
     with contextlib.ExitStack() as stack:
-        for place in places:
-            stack.enter_context(_changed(place, taken, given))
+        for operation in operations:
+            stack.enter_context(_changed(operation, taken, changed_output))
         yield differences
 
 
 @contextlib.contextmanager
-def _added(places: Sequence[Place], differences: dict[str, Tensor]) -> Iterator[None]:
+def _added(operations: Sequence[Operation], differences: dict[str, Tensor]) -> Iterator[None]:
     """While entered, these operations of the actor's give so much more."""
 
-    def given(place: Place, own: Tensor) -> Tensor:
-        more = differences[place.engine]
+    def changed_output(operation: Operation, own: Tensor) -> Tensor:
+        more = differences[operation.engine]
         return _with(own, own.reshape(-1, own.shape[-1])[: len(more)].float() + more)
 
     with contextlib.ExitStack() as stack:
-        for place in places:
-            stack.enter_context(_changed(place, lambda place, whole: whole, given))
+        for operation in operations:
+            stack.enter_context(_changed(operation, lambda operation, own: own, changed_output))
         yield
 
 
 @contextlib.contextmanager
 def _changed(
-    place: Place, taken: Callable[[Place, Tensor], Tensor], given: Callable[[Place, Tensor], Tensor]
+    operation: Operation, takes: Callable[[Operation, Tensor], Tensor], gives: Callable[[Operation, Tensor], Tensor]
 ) -> Iterator[None]:
     """While entered, an operation of the actor's takes and gives something else. A router gives the logits by which experts
     are chosen."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (taken(place, args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": taken(place, kwargs["hidden_states"])}
+            return (takes(operation, args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": takes(operation, kwargs["hidden_states"])}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return (given(place, output[0]), *output[1:]) if isinstance(output, tuple) else given(place, output)
+        return (gives(operation, output[0]), *output[1:]) if isinstance(output, tuple) else gives(operation, output)
 
-    router: Any = place.actor
+    router: Any = operation.actor
     with contextlib.ExitStack() as stack:
-        if place.kind == ROUTER:
+        if operation.kind == ROUTER:
             gating = router.gating
-            router.gating = lambda hidden, *more: given(place, gating(taken(place, hidden), *more))
+            router.gating = lambda hidden, *more: gives(operation, gating(takes(operation, hidden), *more))
             stack.callback(delattr, router, "gating")
         else:
-            stack.callback(place.actor.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(place.actor.register_forward_hook(after, with_kwargs=True).remove)
+            stack.callback(operation.actor.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(operation.actor.register_forward_hook(after, with_kwargs=True).remove)
         yield
 
 
