@@ -124,6 +124,7 @@ _NOT_READ = {
         "actor.optimizer": "sft.optimizer",
         "reward_model": "sft",
         "algorithm": "",
+        "launch.generators": "",
         **dict.fromkeys(_STEPS, "sft.steps"),
     },
     "reward-model": {
@@ -131,6 +132,7 @@ _NOT_READ = {
         "sft": "reward_model",
         "algorithm": "",
         "rewards": "",
+        "launch.generators": "",
         **dict.fromkeys(_STEPS, "reward_model.steps"),
     },
 }

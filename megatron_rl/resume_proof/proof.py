@@ -82,7 +82,7 @@ def draw(
         point, step = random_.choice(POINTS[name]), i * steps // kills
         taken = seconds.get(point, 0.0)
         delay = round(random_.uniform(0, 0.9) * taken, 4) if taken > _SHORT else 0.0
-        rank = generator if point in ("generate", "reward") else 0
+        rank = generator if point in ("generate", "turn", "reward") else 0
         drawn.append(Kill(point, random_.randint(1, turns) if name == "turn" else 1, delay, step, rank))
     return drawn
 
@@ -91,7 +91,7 @@ def turns_of(run_dir: Path) -> int:
     """How many turns of conversations an engine had in the step of a finished run that had fewest; 0: there were none."""
     config = load_recipe(run_dir / "recipe.yaml")
     assert config.launch.processes is not None
-    engines = config.launch.processes // config.rollout.tensor_parallel
+    engines = (config.launch.generators or config.launch.processes) // config.rollout.tensor_parallel
     means = [row["conversation/turns"] for row in untimed_rows(run_dir) if "conversation/turns" in row]
     conversations = config.trainer.prompts_per_step * config.rollout.group_size / engines
     return max(1, math.floor(conversations * min(means))) if means else 0

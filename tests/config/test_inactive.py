@@ -182,6 +182,7 @@ def test_of_steps_and_epochs_the_later_source_wins(section: str, write: Callable
         ("reward-model", "actor.optimizer.lr=1", "its own is reward_model.optimizer.lr"),
         ("sft", "reward_model.steps=3", "its own is sft.steps"),
         ("sft", "algorithm.preset=gdpo", "sft does not read it; leave it out"),
+        ("reward-model", "launch.generators=1", "reward-model does not read it; leave it out"),
         ("reward-model", "trainer.steps=3", "its own is reward_model.steps"),
     ],
 )

@@ -29,6 +29,13 @@ def test_a_kill_comes_while_its_phase_lasts(seed: int) -> None:
         assert kill.delay == 0 or SECONDS[kill.point] > 0.05
 
 
+def test_with_split_placement_a_kill_comes_from_the_role_whose_phase_it_is() -> None:
+    kills = draw(random.Random(0), 60, 4, SECONDS, 9, generator=3)
+    ranks = {kill.point: {other.rank for other in kills if other.point == kill.point} for kill in kills}
+    assert {point for point, of in ranks.items() if of == {3}} == {"generate", "turn", "reward"}
+    assert all(of == {0} for point, of in ranks.items() if point not in ("generate", "turn", "reward"))
+
+
 def test_kills_come_after_any_turn_of_a_conversation() -> None:
     turns = [kill for kill in draw(random.Random(0), 60, 4, SECONDS, 9) if kill.point == "turn"]
     assert len(turns) == 10
