@@ -19,7 +19,7 @@ from megatron_rl.models import HFConfig, model_of
 from megatron_rl.planning import found_layouts, tables
 from megatron_rl.planning.components import GIB
 from megatron_rl.planning.inputs import SPREAD, Cluster, Responses, hf_config_of, known_config, predictor_of
-from megatron_rl.planning.search import Space
+from megatron_rl.planning.search import Space, pareto
 from megatron_rl.planning.simulation.forecast import Forecast, Simulation, forecast
 from megatron_rl.planning.time.hardware import TABLES, parse
 from megatron_rl.planning.time.step import Predictor
@@ -320,8 +320,6 @@ def _search(
     """Raises:
     ConfigError: options that do not go together, a file that exists, or a recipe that is refused in any layout.
     """
-    if config.launch.generators is not None:
-        raise ConfigError("--search looks for layouts without `launch.generators`; set launch.generators=null")
     if args.simulate or args.html is not None:
         raise ConfigError(
             "--search does not go with --simulate and --html: write the layout (--write FILE), then plan that"
@@ -332,12 +330,12 @@ def _search(
     machine = cluster.machine(nodes)
     headroom = (_HEADROOM_GIB if args.headroom_gib is None else args.headroom_gib) * GIB
     space = Space(config, predictor.model, hf_config, machine, cluster.gpu_bytes, headroom, args.fp8)
-    layouts = space.search(predictor)
+    layouts = pareto(layout for split in space.splits() for layout in split.search(predictor))
     if not layouts:
         space.check_alone()
     if args.exact:
         layouts = found_layouts.counted(
-            layouts, lambda one: _measure(one.config, known, one.plan.world, cluster), space
+            layouts, lambda one: _measure(one.config, known, one.plan.actor_world, cluster), space
         )
     given = space.given(predictor)
     if args.json:

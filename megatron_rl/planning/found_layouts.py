@@ -46,7 +46,9 @@ def write(file: Path, recipe: str, overrides: Sequence[str], space: Space, best:
         ConfigError: the recipe check refuses it.
     """
     before, fresh = load_recipe(recipe), load_recipe(recipe, overrides)
-    after = replace(fresh, actor=best.config.actor, rollout=best.config.rollout, algorithm=best.config.algorithm)
+    launch = replace(fresh.launch, generators=best.config.launch.generators)
+    found = best.config
+    after = replace(fresh, actor=found.actor, rollout=found.rollout, algorithm=found.algorithm, launch=launch)
     tree: dict[str, object] = {"base": os.path.relpath(recipe, file.parent)}
     for key, _, value in changes(as_tree(before), as_tree(after)):
         *sections, name = key.split(".")
@@ -56,9 +58,7 @@ def write(file: Path, recipe: str, overrides: Sequence[str], space: Space, best:
             assert isinstance(inner, dict)
             place = inner
         place[name] = value
-    head = (
-        f"# Found by `megatron-rl plan --search` for {space.world} GPUs: {best.step.total:.0f} s a step, predicted.\n"
-    )
+    head = f"# Found by `megatron-rl plan --search` for {space.gpus} GPUs: {best.step.total:.0f} s a step, predicted.\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     disk.replace(file, head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     written = load_recipe(file)

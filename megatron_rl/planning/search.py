@@ -59,8 +59,24 @@ class Space:
     fp8: bool = False
 
     @property
-    def world(self) -> int:
+    def gpus(self) -> int:
         return self.machine.world_size or 1
+
+    @property
+    def world(self) -> int:
+        """GPUs of the actor."""
+        return self.gpus - (self.config.launch.generators or 0)
+
+    def splits(self) -> Iterator[Space]:
+        """Yields this space; with split placement one for each of up to seven numbers of generators, whole nodes of them."""
+        if self.config.launch.generators is None:
+            yield self
+            return
+        node = self.machine.local_world_size or 1
+        unit = node if self.gpus > node else 1
+        for count in sorted({max(1, self.gpus // unit * part // 8) * unit for part in range(1, 8)} - {self.gpus}):
+            launch = replace(self.config.launch, generators=count)
+            yield replace(self, config=replace(self.config, launch=launch))
 
     def accepts(self, config: Config) -> bool:
         """Whether the recipe check does."""
@@ -146,7 +162,7 @@ class Space:
 
     # ------------------------------------------------------------------------------------------------------ search
     def plan(self, config: Config) -> MemoryPlan:
-        return make_plan(config, self.model, self.world, self.gpu_bytes)
+        return make_plan(config, self.model, self.gpus, self.gpu_bytes)
 
     def fits(self, plan: MemoryPlan) -> bool:
         return max(map(plan.peak, PHASES)) + self.headroom <= self.gpu_bytes

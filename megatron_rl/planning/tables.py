@@ -191,6 +191,7 @@ def layout_figures(layout: Found) -> dict[str, object]:
     return {
         "actor": {name: actor[name] for name in (*of_actor, "offload_weights", "fp8")},
         "rollout": {name: rollout[name] for name in of_rollout},
+        "launch": {"generators": layout.config.launch.generators},
         "headroom_bytes": round(layout.headroom),
         "step_time": step_figures(layout.step),
     }
@@ -221,7 +222,8 @@ def _describe(layout: Found) -> tuple[str, ...]:
         again,
         "all" if actor.offload_weights else "state" if actor.offload else "",
         f"{layout.plan.engines} x {rollout.tensor_parallel}{' EP' * rollout.expert_parallel}"
-        f"{' FP8' if rollout.fp8 != 'none' else ''}, {rollout.memory_fraction:.2f}",
+        f"{' FP8' if rollout.fp8 != 'none' else ''}, {rollout.memory_fraction:.2f}"
+        + (f" on {layout.plan.generators} GPUs" if layout.plan.generators else ""),
     )
 
 
@@ -229,7 +231,7 @@ def layout_table(layouts: Sequence[Found], recipe_layout: Found | None, space: S
     lengths = predictor.lengths
     columns = f"{'actor':28s}{'tokens':>7s}  {'again':18s}{'offload':9s}engines, share"
     lines = [
-        f"{space.world} GPUs ({predictor.hardware.name}); prompts of {lengths.prompt:,.0f} and responses of "
+        f"{space.gpus} GPUs ({predictor.hardware.name}); prompts of {lengths.prompt:,.0f} and responses of "
         f"{lengths.mean:,.0f} tokens in the mean; at least {space.headroom / GIB:g} GiB stay free; times are predictions",
         f"{'s/step':>8s}{'tok/s/GPU':>10s}{'free GiB':>9s}  {columns}",
     ]
@@ -246,7 +248,7 @@ def title(name: Mode, run: SimulatedRun, job: SimulatedJob) -> str:
     if name == "partial":
         return f"partial, chunks of {partial_of(job).chunk_tokens:,}, {partial_of(job).opened(job.prompts):,} open"
     if name == "one step off":
-        return f"launch.generators={round(run.engines_share * run.gpus)} of {run.gpus} GPUs"
+        return f"split, launch.generators={round(run.engines_share * run.gpus)} of {run.gpus} GPUs"
     if job.resampling is not None:
         return f"{name}, resampled {'ahead' if job.resampling.ahead else 'round by round'}"
     return name

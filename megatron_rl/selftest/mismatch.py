@@ -176,14 +176,14 @@ def _as_engine(
     what the actor's would have given, float32 by operation, there after a pass. `errors`: gets its share of it, by kind."""
     differences = dict[str, Tensor]()
 
-    def taken(operation: Operation, own: Tensor) -> Tensor:
-        return _with(own, passed.took[operation.engine])
+    def taken(operation: Operation, result: Tensor) -> Tensor:
+        return _with(result, passed.took[operation.engine])
 
-    def changed_output(operation: Operation, own: Tensor) -> Tensor:
+    def changed_output(operation: Operation, result: Tensor) -> Tensor:
         gave = passed.gave[operation.engine].float()
-        differences[operation.engine] = gave - own.reshape(-1, own.shape[-1])[: len(gave)].float()
+        differences[operation.engine] = gave - result.reshape(-1, result.shape[-1])[: len(gave)].float()
         errors[operation.kind].append(float(differences[operation.engine].norm() / gave.norm()))
-        return _with(own, gave)
+        return _with(result, gave)
 
     with contextlib.ExitStack() as stack:
         for operation in operations:
@@ -195,13 +195,13 @@ def _as_engine(
 def _added(operations: Sequence[Operation], differences: dict[str, Tensor]) -> Iterator[None]:
     """While entered, these operations of the actor's give so much more."""
 
-    def changed_output(operation: Operation, own: Tensor) -> Tensor:
+    def changed_output(operation: Operation, result: Tensor) -> Tensor:
         more = differences[operation.engine]
-        return _with(own, own.reshape(-1, own.shape[-1])[: len(more)].float() + more)
+        return _with(result, result.reshape(-1, result.shape[-1])[: len(more)].float() + more)
 
     with contextlib.ExitStack() as stack:
         for operation in operations:
-            stack.enter_context(_changed(operation, lambda operation, own: own, changed_output))
+            stack.enter_context(_changed(operation, lambda operation, result: result, changed_output))
         yield
 
 

@@ -64,7 +64,7 @@ def test_steps_and_checkpoints(tmp_path: Path) -> None:
     more = ["--simulate", "--simulated-steps", "2", "--mtbf-hours", "100", "--judge-seconds", "5"]
     assert main([*PLAN, "--html", str(file), *more]) == 0
     page = Page(file.read_text("utf-8"))
-    for words in ("It fits.", "synchronous", "one step off", "not in this product", "Young", "Daly"):
+    for words in ("It fits.", "synchronous", "split, launch.generators", "not in this product", "Young", "Daly"):
         assert words in page.text
     [decoded], [goodput] = page.charts
     for line in decoded["lines"]:  # none at the end of the second step's generation, all at the first one's start

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config import Config
+from megatron_rl.config import Config, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
 from megatron_rl.planning.components import GENERATE, GIB, PHASES, SYNC, Component, Part
@@ -59,7 +60,19 @@ def test_a_step_takes_as_long_as_the_slower_role(capsys: pytest.CaptureFixture[s
 def test_a_simulation_has_the_recipes_own_split_beside_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, *ALONE, "--simulate", "--simulated-steps", "2", "launch.generators=64"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("launch.generators=64 of 128 GPUs") for line in lines)
+    assert any(line.startswith("split, launch.generators=64 of 128 GPUs") for line in lines)
     assert any(line.startswith("synchronous") for line in lines)
-    assert main([*PLAN, *ALONE, "--search", "launch.generators=64"]) == 2
-    assert "--search looks for layouts without `launch.generators`" in capsys.readouterr().err
+
+
+def test_a_search_tries_other_splits_and_writes_the_fastest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    search = ("plan", "recipes/scale/qwen3-8b.yaml", "--nodes", "3", "--search", "--json", "launch.generators=8")
+    assert main([*search, *ALONE, "--write", str(tmp_path / "found.yaml")]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    first = found[0]
+    written = load_recipe(tmp_path / "found.yaml")
+    assert {layout["launch"]["generators"] for layout in found} <= {8, 16}
+    assert written.launch.generators == first["launch"]["generators"]
+    assert not written.actor.offload
+    assert written.rollout.memory_fraction == first["rollout"]["memory_fraction"] > 0.6
+    seconds = first["step_time"]["seconds"]
+    assert seconds["step"] < sum(value for name, value in seconds.items() if name != "step")
