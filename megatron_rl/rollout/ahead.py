@@ -63,7 +63,9 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
         rollouts.held = batch.rollouts.held
     needs = [((learner,), range(len(rollouts))[learner::learners]) for learner in range(learners)]
     received = exchange(link, rollouts, needs)
-    told_of = swap(link, {learner: said(rollouts, rows, link.rank) for (learner,), rows in needs})
+    told_of = list[dict[int, dict[str, Any]]]()
+    if any(sample.agent is not None for sample in rollouts.samples):
+        told_of = swap(link, {learner: said(rollouts, rows, link.rank) for (learner,), rows in needs})
     if batch is not None:
         return batch
     rollouts.held = received
