@@ -268,9 +268,8 @@ def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarr
         return None
     width = build.DTYPES[config.model.dtype].itemsize
     actor = ActorLayout.of(config.actor.parallel, model.dims["layers"], world)
-    plan = reshard.make_plan(
-        model, actor, EngineLayout.of(config.rollout), bucket_elements=BUCKET_BYTES // width, node=node
-    )
+    engine = EngineLayout.of(config.rollout, config.launch.generators or 0)
+    plan = reshard.make_plan(model, actor, engine, bucket_elements=BUCKET_BYTES // width, node=node)
     buckets = np.array([width * (traffic.sent + traffic.received) for traffic in plan.traffic()])
     return np.max(buckets[:-1] + buckets[1:] if len(buckets) > 1 else buckets, axis=0)
 

@@ -203,7 +203,7 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
     found: dict[str, tuple[str, int, dict[str, Any]]] = {}
     for name in runnable():
         config = loaded(name)
-        if config.model.path is None:
+        if config.model.path is None or config.launch.generators is not None:
             continue
         model = published_config(Path(config.model.path).name)
         assert model is not None, name

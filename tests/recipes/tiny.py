@@ -110,7 +110,8 @@ def overrides(config: Config, data: Path) -> list[str]:
         data: where sets of the hub are put, which `$DATA` does not have.
     """
     trainer, rollout, parallel = config.trainer, config.rollout, config.actor.parallel
-    tensor = min(parallel.tensor, 2) if parallel.pipeline == 1 else 1
+    generators = config.launch.generators and 1  # of two processes, as everywhere
+    tensor = min(parallel.tensor, 1 if generators else 2) if parallel.pipeline == 1 else 1
     expert = min(parallel.expert, 2) if tensor == parallel.pipeline == 1 else 1
     layout = {
         "tensor": tensor,
@@ -145,7 +146,8 @@ def overrides(config: Config, data: Path) -> list[str]:
         # layout
         **{f"actor.parallel.{name}": size for name, size in layout.items()},
         "actor.parallel.sequence": parallel.sequence and tensor > 1,
-        "rollout.tensor_parallel": min(rollout.tensor_parallel, 2),
+        "rollout.tensor_parallel": min(rollout.tensor_parallel, 1 if generators else 2),
+        "launch.generators": generators,
         "launch.processes": processes(config),
         # what only a GPU has
         "actor.offload": False,
