@@ -39,8 +39,8 @@ def test_whoever_falls_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_link_that_lets_nothing_through_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "isend", lambda data, to: SimpleNamespace(wait=gives_up))
-    ranks: Any = SimpleNamespace(rank=0, world=2, barrier=lambda: None)
+    monkeypatch.setattr(dist, "isend", lambda data, to, group: SimpleNamespace(wait=gives_up))
+    ranks: Any = SimpleNamespace(rank=0, world=2, barrier=lambda: None, device_group=None)
     with pytest.raises(ConnectionError, match=r"^gpu01 -> gpu02: a message .* does not get through within 90 s"):
         across_ranks._links(ranks, ["gpu01", "gpu02"], {})
     ranks.world = 1024

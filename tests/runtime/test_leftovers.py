@@ -155,7 +155,7 @@ def test_a_full_shared_memory_is_named_where_the_error_names_nothing(places: tup
     from megatron_rl.rollout import environment
 
     def start(error: OSError) -> None:
-        alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
+        alone: Any = SimpleNamespace(rank=0, barrier=lambda: None, link=None)
         with environment.engine_start(alone):
             raise error
 
