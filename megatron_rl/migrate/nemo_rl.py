@@ -117,7 +117,7 @@ def _algorithm(draft: Draft) -> None:
         draft.put("algorithm.drop_zero_variance_groups", True)
         draft.put("algorithm.resample_rounds", rounds or 10)
     if draft.take("grpo.async_grpo.enabled"):
-        draft.remark("trainer", "grpo.async_grpo: training and generation take turns here")
+        draft.remark("trainer", "grpo.async_grpo: see launch.generators, with which generation is one step ahead")
 
 
 def _actor(draft: Draft) -> None:

@@ -10,14 +10,14 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_rl.data.exact_json import from_json, to_json
-from megatron_rl.data.rollout import Rollouts, Turns
+from megatron_rl.data.rollout import Rollout, Rollouts, Turns
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import exchange, sizes_of, unflatten
 from megatron_rl.rollout.partial import gathered, npz
@@ -26,7 +26,10 @@ from megatron_rl.runtime.distributed import ProcessGrid
 AHEAD = "ahead.npz"  # a checkpoint's file
 _PLAIN = ("columns", "token_weights", "drawn")  # of `Rollouts`, as JSON
 # Of a `Rollout`, what its tokens do not tell where an agent held it.
-OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
+_OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
+
+Conversations: TypeAlias = dict[int, dict[str, Any]]
+"""By row, those fields and their values."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Batch:
 
 
 def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Sample]) -> Batch:
-    """The batch on the ranks that learn, each with a share of the rollouts; on those that drew it, as it was.
+    """Gives the ranks that learn a batch, each a share of the rollouts, and returns it; as it was on those that drew it.
 
     All ranks of both roles call it. `batch`: None on a rank that learns. `samples`: the training prompts by id.
     """
@@ -63,33 +66,35 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
         rollouts.held = batch.rollouts.held
     needs = [((learner,), range(len(rollouts))[learner::learners]) for learner in range(learners)]
     received = exchange(link, rollouts, needs)
-    told_of = list[dict[int, dict[str, Any]]]()
+    conversations = list[Conversations]()
     if any(sample.agent is not None for sample in rollouts.samples):
-        told_of = swap(link, {learner: said(rollouts, rows, link.rank) for (learner,), rows in needs})
+        outgoing = {learner: conversations_of(rollouts, rows, link.rank) for (learner,), rows in needs}
+        conversations = exchange_objects(link, outgoing)
     if batch is not None:
         return batch
     rollouts.held = received
-    for conversations in told_of:
-        tell(rollouts, conversations)
+    for of_source in conversations:
+        add_conversations(received, of_source)
     rollouts.facts["source"] = np.arange(len(rollouts)) % learners
     return Batch(rollouts, _greedy(rollouts, greedy), metrics, seconds)
 
 
-def said(rollouts: Rollouts, rows: Iterable[int], rank: int) -> dict[int, dict[str, Any]]:
+def conversations_of(rollouts: Rollouts, rows: Iterable[int], rank: int) -> Conversations:
     """Returns by row what the tokens of conversations do not tell, of those of these rows that a rank hands out."""
     here = (row for row in rows if rollouts.sample(row).agent is not None and rollouts.facts["source"][row] == rank)
-    return {row: {name: getattr(rollouts.held[row], name) for name in OF_CONVERSATION} for row in here}
+    return {row: {name: getattr(rollouts.held[row], name) for name in _OF_CONVERSATION} for row in here}
 
 
-def tell(rollouts: Rollouts, conversations: Mapping[int, Mapping[str, Any]]) -> None:
-    """Undoes `said`."""
-    for row, told in conversations.items():
-        for name, value in told.items():
-            setattr(rollouts.held[row], name, value)
+def add_conversations(received: Mapping[int, Rollout], conversations: Conversations) -> None:
+    """Gives rollouts that came as tokens, by row, what `conversations_of` says of them."""
+    for row, fields in conversations.items():
+        for name, value in fields.items():
+            setattr(received[row], name, value)
 
 
-def swap(link: ProcessGrid, outgoing: Mapping[int, object]) -> list[Any]:
-    """Returns what other ranks have for this one, in their order, without what is empty. `outgoing`: by rank."""
+def exchange_objects(link: ProcessGrid, outgoing: Mapping[int, Conversations]) -> list[Conversations]:
+    """Returns what other ranks have for this one, in their order, without what is empty. `outgoing`: by rank. All ranks of
+    both roles call it."""
     content = {target: pickle.dumps(what) for target, what in outgoing.items() if what and target != link.rank}
     sizes = np.zeros((link.world, link.world), dtype=np.int64)
     for target, data in content.items():
@@ -108,8 +113,8 @@ def swap(link: ProcessGrid, outgoing: Mapping[int, object]) -> list[Any]:
     return [pickle.loads(buffer.numpy().tobytes()) for _, buffer in buffers]
 
 
-def bring(link: ProcessGrid, content: bytes | None, source: int) -> bytes | None:
-    """Bytes that the rank `source` has, on rank 0; None on the others. All ranks of both roles call it."""
+def send_to_rank0(link: ProcessGrid, content: bytes | None, source: int) -> bytes | None:
+    """Returns the bytes of the rank `source` on rank 0, None on the others. All ranks of both roles call it."""
     size = torch.tensor([0 if content is None else len(content)])
     dist.broadcast(size, source, link.host_group)
     if link.rank == source:
@@ -135,9 +140,9 @@ def _greedy(rollouts: Rollouts, told: tuple[np.ndarray, tuple[str, ...], np.ndar
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
 def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
-    """A file's content, on rank 0. Every rank that learns calls it."""
+    """Returns a file's content on rank 0, None on the others. Every rank that learns calls it."""
     rollouts = batch.rollouts
-    arrays, share = gathered(grid, rollouts), said(rollouts, range(len(rollouts)), grid.rank)
+    arrays, share = gathered(grid, rollouts), conversations_of(rollouts, range(len(rollouts)), grid.rank)
     conversations = grid.gather(share) if grid.world > 1 else [share]
     if arrays is None:
         return None
@@ -147,7 +152,7 @@ def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     if rollouts.experts is not None:
         assert rollouts.experts.subdtype is not None  # of layers × experts per token
         plain["experts"] = rollouts.experts.subdtype[0].name, rollouts.experts.subdtype[1]
-    plain["said"] = {row: to_json(told) for part in conversations for row, told in part.items()}
+    plain["conversations"] = {row: to_json(fields) for of_rank in conversations for row, fields in of_rank.items()}
     arrays |= {"rewards": rollouts.rewards, "plain": np.array(json.dumps(plain, default=dict))}
     if batch.greedy is not None:
         of_greedy = {"greedy_facts": batch.greedy.facts, "greedy_rewards": batch.greedy.rewards}
@@ -168,7 +173,7 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
         raise ValueError(f"the prompt {gone} has responses that were drawn ahead, and is no training prompt any more")
     plain = json.loads(str(saved["plain"]))
     metrics, seconds = plain.pop("metrics"), plain.pop("seconds")
-    conversations, plain["columns"] = plain.pop("said"), tuple(plain["columns"])
+    conversations, plain["columns"] = plain.pop("conversations"), tuple(plain["columns"])
     if (turns := plain.get("turns")) is not None:
         plain["turns"] = {int(row): _turns(*of_row) for row, of_row in turns.items()}
     if (experts := plain.get("experts")) is not None:
@@ -178,7 +183,8 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
     rollouts.facts["source"] = np.arange(len(rollouts)) % grid.world
     views = np.split(saved["tokens"], np.cumsum(sizes_of(rollouts), dtype=np.int64)[:-1])
     rollouts.held = {row: unflatten(rollouts, row, views[row]) for row in range(len(rollouts))[grid.rank :: grid.world]}
-    tell(rollouts, {int(row): from_json(told) for row, told in conversations.items() if int(row) in rollouts.held})
+    here = {int(row): fields for row, fields in conversations.items() if int(row) in rollouts.held}
+    add_conversations(rollouts.held, {row: from_json(fields) for row, fields in here.items()})
     greedy = None
     if "greedy_facts" in saved:
         greedy = saved["greedy_facts"], tuple(saved["greedy_columns"].tolist()), saved["greedy_rewards"]

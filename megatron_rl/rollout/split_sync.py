@@ -67,7 +67,7 @@ class NoProof:
 
 
 class Subscriber:
-    """An engine's side."""
+    """Takes weights into an engine: the side of the ranks that generate."""
 
     def __init__(self, grid: ProcessGrid, source: RemoteWeights, sync: WeightSync) -> None:
         self._grid, self._source, self._sync = grid, source, sync
@@ -95,7 +95,7 @@ class Subscriber:
 
 # ---------------------------------------------------------------------------------------------------- where is learned
 class Publisher:
-    """The actor's side, in the way that the recipe asks for; slices where both sides can."""
+    """Sends the actor's weights, in the way that the recipe asks for; in slices where both sides can."""
 
     def __init__(self, config: Config, grid: ProcessGrid, source: TrainedWeights) -> None:
         self._grid, self._source = grid, source
@@ -110,8 +110,8 @@ class Publisher:
                 self._transfer = Transfer(plan, source.weights(), source.dtype, grid.everyone, timeout)
 
     def push(self, digest: str = "") -> None:
-        """Brings the present weights into the engines; waits until these have drawn what they are drawing. `digest`: tells
-        their bits from others', for the engines' side.
+        """Brings the present weights into the engines, which have handed over what they drew. `digest`: tells the weights'
+        bits from others', for the journal of conversations.
 
         Raises:
             SyncError: as of `WeightSync.push`.

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ def experts(bench: Bench) -> Figures:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a layer: its modules in vLLM's model and in the actor's."""
+    """Pairs an operation's modules in vLLM's model and in the actor's."""
 
     kind: str
     engine: str  # name in the model
@@ -61,7 +61,7 @@ def _compared(bench: Bench, experts: int) -> Figures:
     kinds = list(dict.fromkeys(operation.kind for operation in operations))
     errors, brought = {kind: list[float]() for kind in kinds}, {kind: list[float]() for kind in (*kinds, HEAD)}
     apart, left = list[float](), list[float]()
-    for tokens in sequences(config.model.create.vocab_size if config.model.create else 64):
+    for tokens in sequences(SHAPE.vocab_size):
         passed, of_engine = _by_engine(run, tokens.tolist(), operations)
         alone = _by_actor(run, tokens.tolist())
         apart.append(_apart(alone, of_engine))
@@ -81,8 +81,8 @@ def _compared(bench: Bench, experts: int) -> Figures:
 
 
 def _operations(chunk: nn.Module, has_experts: bool) -> list[Operation]:
-    """The operations of a decoder, in their order. Where Transformer Engine has a norm within the next product, that one."""
-    decoder: Any = getattr(chunk, "decoder")  # noqa: B009  # of Megatron-Core's GPTModel
+    """Lists a decoder's operations. Where Transformer Engine computes a norm within the next product there is none for it."""
+    decoder = cast(Any, chunk).decoder  # of Megatron-Core's GPTModel, which has no types
     operations = []
     for number, layer in enumerate(decoder.layers):
         name = f"model.layers.{number}"
@@ -111,7 +111,7 @@ def _eager() -> Iterator[None]:
 
 
 def _by_engine(run: Run, tokens: list[int], operations: Sequence[Operation]) -> tuple[Passed, np.ndarray]:
-    """The engine's pass over a sequence, and its log-probs."""
+    """Returns what passed through the engine's operations for a sequence, and its log-probs, float32 [tokens - 1]."""
     engine, passed, hooks = run.sampler.engine, Passed(), list[Any]()
     assert isinstance(engine, VllmEngine)
 

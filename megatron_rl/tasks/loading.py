@@ -36,6 +36,10 @@ class Prompts:
         return [self.train, *self.eval.values()]
 
     @property
+    def train_by_id(self) -> dict[str, Sample]:
+        return {sample.id: sample for sample in self.train}
+
+    @property
     def images(self) -> tuple[int, ImageReader] | None:
         """How many images a prompt has at most, and what reads them; None: the model reads text only."""
         if self.reader is None:

@@ -1,15 +1,15 @@
 """Split placement: what a rank that only generates runs, and what the ranks that learn know of these.
 
-Step k + 1 is drawn while step k is learned from. Both sides meet twice a step, always in this order: a batch is handed over,
-then the weights of the step before are pushed into the engines. So a batch is drawn by the weights of two steps before it is
-learned from, whatever takes longer.
+Step k + 1 is drawn while step k is learned from. Both sides meet twice a step, always in this order: batch k + 1 is handed
+over, then the weights after step k are pushed into the engines. So whatever takes longer, the weights after step k - 1 draw
+batch k + 1 (the first two are drawn by the first weights), which is one sync older than what learns from it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.rollout.ahead import bring, hand_over
+from megatron_rl.rollout.ahead import hand_over, send_to_rank0
 from megatron_rl.rollout.partial import WAITING, Waiting, pack
 from megatron_rl.rollout.split_sync import RemoteWeights, Subscriber
 from megatron_rl.rollout.sync import make_sync
@@ -101,7 +101,7 @@ def generate_ahead(run: GeneratorRun) -> None:
         StopRequested: once the ranks that learn have what was drawn, and this engine their newest weights.
     """
     config, sampler, grid = run.config, run.sampler, run.grid
-    samples = {sample.id: sample for sample in sampler.prompts.train}
+    samples = sampler.prompts.train_by_id
     with run.timer.untimed("start", "starting the engine"):
         engine = VllmEngine(config, grid, sampler.folder, sampler.prompts.images)
         sampler.use(engine)
@@ -127,7 +127,7 @@ def generate_ahead(run: GeneratorRun) -> None:
             hand_over(grid, batch, samples)
             grid.everyone.broadcast((replace(state, waiting=None), run.report.take()), source=grid.learners)
             if saves and isinstance(state.waiting, Waiting):
-                bring(grid.everyone, pack(grid, state.waiting), grid.learners)
+                send_to_rank0(grid.everyone, pack(grid, state.waiting), grid.learners)
         if number - 1 > learned:
             _take_weights(run, subscriber, number - 1, evaluated=evaluates(config, number - 1))
         if signum:
@@ -138,7 +138,7 @@ def generate_ahead(run: GeneratorRun) -> None:
 
 
 def _await_begin(run: GeneratorRun) -> Begin | None:
-    """Waits as long as a warm-up takes. None: there is nothing to do.
+    """Waits as long as a warm-up takes. Returns None where there is nothing to draw.
 
     Raises:
         StopRequested: it was stopped before.
@@ -156,7 +156,7 @@ def _await_begin(run: GeneratorRun) -> Begin | None:
 def _take_weights(
     run: GeneratorRun, subscriber: Subscriber, step: int, evaluated: bool, always_checked: bool = False
 ) -> None:
-    """The weights after a step, compared where the recipe wants it."""
+    """Takes the weights after a step, and compares and evaluates them where the recipe wants it."""
     with run.timer.untimed("wait"):
         run.sampler.weights = subscriber.push()
     if always_checked or step % run.config.rollout.sync_check_every == 0:
@@ -168,22 +168,22 @@ def _take_weights(
 
 
 def _meet(grid: ProcessGrid, stop: StopFlag, saves: bool = False) -> tuple[int, bool]:
-    """The signal that any rank of both roles was told to stop by, 0: none; and whether a checkpoint will have the batch that
-    is handed over. `saves`: whether this rank will write one."""
+    """Returns the signal that any rank of both roles was told to stop by, 0: none; and whether a checkpoint will have the
+    batch that is handed over. `saves`: whether this rank knows that one will."""
     signum, saved = grid.everyone.gather_rows(np.array([stop.signum, saves])).max(axis=0).tolist()
     return signum, bool(saved or signum)
 
 
 # ----------------------------------------------------------------------------------------------------- ranks that learn
 class Generators:
-    """The ranks that generate, as each rank that learns sees them."""
+    """Stands for the ranks that generate, on each rank that learns. `samples`: the training prompts by id."""
 
     def __init__(
-        self, config: Config, grid: ProcessGrid, samples: Sequence[Sample], report: Reporter, stop: StopFlag
+        self, config: Config, grid: ProcessGrid, samples: Mapping[str, Sample], report: Reporter, stop: StopFlag
     ) -> None:
         self._grid, self._report, self._stop = grid, report, stop
         self._is_partial = config.rollout.partial is not None
-        self._samples = {sample.id: sample for sample in samples}
+        self._samples = samples
         self._told = False
         self.signum = 0  # what stops the run before the next step
 
@@ -210,7 +210,7 @@ class Generators:
         batch = hand_over(self._grid, None, self._samples)
         state, said = link.broadcast((State(), _Said()), source=learners)
         self._say(said)
-        waiting = bring(link, None, learners) if saves and self._is_partial else None
+        waiting = send_to_rank0(link, None, learners) if saves and self._is_partial else None
         return replace(state, ahead=batch, waiting=waiting)
 
     def scores(self) -> dict[str, float]:

@@ -148,8 +148,8 @@ class Run:
         self.state = state or self.state
         folder = self.checkpoints.continued
         if folder is not None and (folder / AHEAD).exists():
-            samples = {sample.id: sample for sample in self.sampler.prompts.train}
-            self.state = replace(self.state, ahead=unpack_ahead((folder / AHEAD).read_bytes(), self.grid, samples))
+            content, samples = (folder / AHEAD).read_bytes(), self.sampler.prompts.train_by_id
+            self.state = replace(self.state, ahead=unpack_ahead(content, self.grid, samples))
         if folder is not None and (folder / WAITING).exists() and self.generators is None:
             self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
         return state is not None
@@ -231,7 +231,7 @@ def build_run(
         timer=timer,
         stop=stop,
         pairs=pairs,
-        generators=None if grid.link is None else Generators(config, grid, sampler.prompts.train, report, stop),
+        generators=None if grid.link is None else Generators(config, grid, sampler.prompts.train_by_id, report, stop),
     )
 
 

@@ -9,7 +9,7 @@ from megatron_rl.data.rollout import UNANSWERED, Rollout, Rollouts, scored_sampl
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer
-from megatron_rl.rollout.ahead import OF_CONVERSATION
+from megatron_rl.rollout.ahead import add_conversations, conversations_of
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.runtime.distributed import ProcessGrid
 
@@ -31,27 +31,15 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     elsewhere."""
     rows = [row for row in range(len(rollouts))[:count] if rollouts.facts["source"][row] != UNANSWERED]
     received = exchange(grid, replace(rollouts, experts=None, token_weights={}), [((0,), rows)])
-    conversations = _conversations(grid, rollouts, rows)
+    if any(rollouts.sample(row).agent is not None for row in rows):
+        share = conversations_of(rollouts, rows, grid.rank)
+        for of_rank in grid.gather(share) if grid.world > 1 else [share]:  # [] but on rank 0
+            add_conversations(received, of_rank)
     fetched = [received[row] for row in rows if grid.is_main]
-    for row, rollout in zip(rows, fetched, strict=False):  # elsewhere nothing was fetched
-        if row in conversations:
-            for name, value in zip(OF_CONVERSATION, conversations[row], strict=True):
-                setattr(rollout, name, value)
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):
         rollout.rewards = rollouts.rewards_of(row)
     return fetched
-
-
-def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, list[object]]:
-    """`OF_CONVERSATION`, which tokens alone do not tell, by row, on rank 0."""
-    wanted = [row for row in rows if rollouts.sample(row).agent is not None]
-    if not wanted:
-        return {}
-    here = {row: rollouts.held[row] for row in wanted if rollouts.facts["source"][row] == grid.rank}
-    share = {row: [getattr(one, name) for name in OF_CONVERSATION] for row, one in here.items()}
-    parts = grid.gather(share) if grid.world > 1 else [share]
-    return {row: conversation for part in parts for row, conversation in part.items()}
 
 
 def remarks_of(

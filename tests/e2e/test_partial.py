@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config import load_recipe
 from megatron_rl.data.rollout import Segment
+from megatron_rl.data.sample import Sample
 from megatron_rl.resume_proof.proof import differences
 from megatron_rl.rollout.partial import Waiting, unpack
 from megatron_rl.runtime.distributed import ALONE
@@ -37,11 +38,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job.run_dir
 
 
-def waiting_of(run_dir: Path, step: int) -> Waiting:
-    config = load_recipe(run_dir / "recipe.yaml", [])
+def training_prompts(run_dir: Path) -> list[Sample]:
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
-    train = load_prompts(config, tokenizer, lambda _: None, True).train
-    order = make_order([sample.task for sample in train], None, config.seed)
+    return load_prompts(load_recipe(run_dir / "recipe.yaml", []), tokenizer, lambda _: None, True).train
+
+
+def waiting_of(run_dir: Path, step: int) -> Waiting:
+    train = training_prompts(run_dir)
+    order = make_order([sample.task for sample in train], None, RECIPE["seed"])
     content = (run_dir / "checkpoints" / f"step_{step}" / "waiting.npz").read_bytes()
     return unpack(content, ALONE, lambda position: train[order.take(position, 1)[0]])
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from megatron_rl.config import load_recipe
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import Config
 from megatron_rl.resume_proof.proof import differences
 from megatron_rl.rollout.ahead import Batch, unpack
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import ALONE
-from megatron_rl.tasks.loading import load_prompts
+from megatron_rl.trainer.compatibility import check_drawn
 
 from .job import RECIPE, STOPPING, Job, processes_of, rows, samples, segments, untimed, variable
-from .test_partial import TOLERANCE, policy_of, score
+from .test_partial import TOLERANCE, policy_of, score, training_prompts
 
 pytestmark = pytest.mark.engine
 STEPS, UPDATES = RECIPE["trainer"]["steps"], RECIPE["trainer"]["minibatches"]
@@ -37,11 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ahead_of(run_dir: Path, step: int) -> Batch:
-    config = load_recipe(run_dir / "recipe.yaml", [])
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
-    train = load_prompts(config, tokenizer, lambda _: None, True).train
     content = (run_dir / "checkpoints" / f"step_{step}" / "ahead.npz").read_bytes()
-    return unpack(content, ALONE, {sample.id: sample for sample in train})
+    return unpack(content, ALONE, {sample.id: sample for sample in training_prompts(run_dir)})
 
 
 def test_a_step_is_drawn_by_the_weights_before_the_last_step(run: Path) -> None:
@@ -60,7 +57,11 @@ def test_a_step_is_drawn_by_the_weights_before_the_last_step(run: Path) -> None:
         of_step = samples(run, f"step_{step + 1}.jsonl")
         assert [one["rewards"]["correct"] for one in of_step] == rollouts.rewards[:, 0].tolist()
     assert np.median(later) > 10 * TOLERANCE
-    assert not (run / "checkpoints" / f"step_{STEPS}" / "ahead.npz").exists()
+    last = run / "checkpoints" / f"step_{STEPS}"
+    assert not (last / "ahead.npz").exists()
+    check_drawn(Config(run_dir=""), last)
+    with pytest.raises(CheckpointError, match="the next step's responses are in it, drawn by earlier weights"):
+        check_drawn(Config(run_dir=""), last.with_name("step_1"))
 
 
 def test_the_metrics_say_how_old_the_batch_is(run: Path) -> None:

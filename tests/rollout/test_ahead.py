@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts, Segment, Turns
 from megatron_rl.data.sample import Sample
-from megatron_rl.rollout.ahead import OF_CONVERSATION, Batch, pack, unpack
+from megatron_rl.rollout.ahead import _OF_CONVERSATION, Batch, pack, unpack
 from megatron_rl.runtime.distributed import ALONE
 
 EXPERTS = np.dtype((np.uint16, (3, 2)))
@@ -64,7 +64,7 @@ def test_a_batch_comes_back_as_it_was(batch: Batch) -> None:
     assert again.rollouts.held.keys() == batch.rollouts.held.keys()
     for row, rollout in batch.rollouts.held.items():
         read = again.rollouts.held[row]
-        for name in OF_CONVERSATION:
+        for name in _OF_CONVERSATION:
             assert repr(getattr(read, name)) == repr(getattr(rollout, name)), name  # there are NaNs
         assert len(read.segments) == len(rollout.segments)
         for one, other in zip(read.segments, rollout.segments, strict=True):

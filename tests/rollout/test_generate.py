@@ -183,3 +183,9 @@ def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
         learner.compute_advantages(table, rollouts)
     actor.optimizer_steps = 5
     assert learner.compute_advantages(table, rollouts).train.shape == (1, 2)
+    learner.config.launch.generators = 1  # which draw a step ahead: one sync older, and no more
+    actor.optimizer_steps = 6
+    assert learner.compute_advantages(table, rollouts).train.shape == (1, 2)
+    actor.optimizer_steps = 7
+    with pytest.raises(ValueError, match="missed a weight sync"):
+        learner.compute_advantages(table, rollouts)
