@@ -51,13 +51,17 @@ QWEN3 = (
     + _GO_ON
     + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-# Calls are tags, and of their values only objects and lists are JSON.
-QWEN3_5 = QWEN3.replace(
-    _CHATML_CALLS,
+# Calls are tags, and of their values only objects and lists are JSON. Contents are trimmed, the template opens the thinking.
+_QWEN3_5_CALLS = (
     "{% for c in m.tool_calls or [] %}{{ '\n\n' if loop.first and m.content else '' if loop.first else '\n' }}<tool_call>\n"
     "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}\n</parameter>\n{% endfor %}"
-    "</function>\n</tool_call>{% endfor %}",
+    "</function>\n</tool_call>{% endfor %}"
+)
+QWEN3_5 = (
+    QWEN3.replace(_CHATML_CALLS, _QWEN3_5_CALLS)
+    .replace("{{ m.content }}", "{{ m.content | trim }}")
+    .replace("</think>\n\n{% endif %}{% endif %}", "</think>\n\n{% else %}<think>\n{% endif %}{% endif %}")
 )
 # Contents are trimmed, results are JSON, and a turn has one call.
 LLAMA3_1 = (

@@ -5,9 +5,8 @@ Random conversations, as `test_random_conversations.py` has them, with a publish
 tokenizer_config.json. Prints how many conversations there were, with how many turns and drawn tokens, and the first
 ones in which a trained token is not the drawn one, or a special token stands elsewhere than the template has it.
 
-`--beside Qwen3RendererConfig`: each request is compared with what `renderers` (PyPI, in no requirements file) makes of the
-tokens before it and the new messages. It renders some histories anew, and takes the text of a special token for one: these
-are counted apart.
+`--beside Qwen3RendererConfig`: what follows a turn is compared with what `renderers` makes of it (`renderers_oracle.py`), but
+where that has the text of a special token, which `renderers` takes for one.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import argparse
 import collections
 import dataclasses
 import hashlib
-import importlib
 import random
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tests.agents.conversing import Conversation, had
+from megatron_rl.agents.ledger import LedgerError
+from tests.agents.conversing import had
 from tests.agents.families import FAMILIES
 from tests.agents.test_random_conversations import check_structure, check_tokens
+from tests.agents.test_renderers import compared, turns_of
 
 _SHOWN = 3
 
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("--template", type=Path, help="instead of the folder's")
     parser.add_argument("--conversations", type=int, default=10_000)
     parser.add_argument("--add", nargs="*", default=[], help="tokens that the folder's tokenizer lacks")
-    parser.add_argument("--beside", metavar="CONFIG", help="a config of the package renderers")
+    parser.add_argument("--beside", metavar="CONFIG", help="a class of renderers, in .venv-agents/verifiers")
     args = parser.parse_args()
     published = PreTrainedTokenizerFast.from_pretrained(str(args.tokenizer))
     template = str(published.chat_template) if args.template is None else args.template.read_text()
@@ -54,19 +53,33 @@ def main() -> int:
         metaspace=False,
     )
     FAMILIES[args.family] = family
-    counts, errors = collections.Counter[str](), list[str]()
+    counts, errors, beside = collections.Counter[str](), list[str](), list[dict[str, Any]]()
     for number in range(args.conversations):
         try:
             conversation = had(family, random.Random(f"{family.name} {number}"))
             check_tokens(conversation)
             check_structure(conversation)
-            counts.update(_beside(args.beside, conversation) if args.beside else ())
+            beside.extend(turns_of(conversation) if args.beside else ())
+        except LedgerError as error:  # of a user's message behind a tool's result, for example
+            if "the chat template refuses" not in str(error):
+                raise
+            counts["conversations refused by the template"] += 1
+            continue
         except (AssertionError, ValueError) as error:
             errors.append(f"conversation {number}: {type(error).__name__}: {error}")
             continue
         counts["turns"] += len(conversation.turns)
         counts["calls"] += sum(bool(turn.message.get("tool_calls")) for turn in conversation.turns)
         counts["drawn tokens"] += sum(len(turn.ids) for turn in conversation.turns)
+    if beside:
+        with TemporaryDirectory() as folder:
+            entries = compared({family.name: beside}, {family.name: (args.beside, ())}, Path(folder))[family.name]
+        counts.update(
+            f"{entry} as renderers" if isinstance(entry, str) else "other than renderers" for entry in entries
+        )
+        errors += [
+            f"renderers: {entry[0]!r}, and ours: {entry[1]!r}" for entry in entries if not isinstance(entry, str)
+        ]
     digest = hashlib.sha256(template.encode()).hexdigest()[:12]
     print(
         f"{family.name}: {len(published)} tokens, template {digest}, {args.conversations} conversations, {len(errors)} differ"
@@ -74,34 +87,6 @@ def main() -> int:
     print(", ".join(f"{number} {name}" for name, number in counts.items()))
     print("\n".join(errors[:_SHOWN]))
     return 1 if errors else 0
-
-
-def _beside(config: str, conversation: Conversation) -> Iterator[str]:
-    """Yields how each request compares. AssertionError where one differs that should not."""
-    other, messages, requests = _other(config, conversation.tokenizer), conversation.messages, conversation.requests
-    places = [*(i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages)]
-    tools = conversation.sample.metadata.get("tools")
-    texts = (*conversation.family.special, *conversation.family.added)
-    for number, turn in enumerate(conversation.turns):
-        new = messages[places[number] + 1 : places[number + 1]]
-        theirs = other.bridge_to_next_turn(requests[number], turn.ids, new, tools=tools)
-        if theirs is None:
-            yield "rendered anew by renderers"
-        elif any(text in str(message["content"]) for text in texts for message in new):
-            yield "with a token's text"
-        else:
-            ours = requests[number + 1]
-            same = list(theirs.token_ids) == ours
-            decode = conversation.tokenizer.decode
-            at = len(requests[number])
-            assert same, f"renderers: {decode(list(theirs.token_ids)[at:])!r}, and ours: {decode(ours[at:])!r}"
-            yield "as renderers"
-
-
-@cache
-def _other(config: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    renderers = importlib.import_module("renderers")
-    return renderers.create_renderer(tokenizer, getattr(renderers, config)(thinking_retention="all"))
 
 
 if __name__ == "__main__":
