@@ -124,3 +124,19 @@ def test_gold_calls_in_toolrls_tags_get_full_marks(recipe: str, think: str, best
     assert scores(recipe, calls_text(think))[1] == best
     worst = scores(recipe, "add")[1]
     assert all(worst[column] < best[column] for column in best)
+
+
+def test_the_houses_judge_counts_values_that_had_been_said() -> None:
+    """By hand: five values in four calls, of which a room nobody named and a code out of the air had not been said."""
+    judge = make_reward("recipes/cpu/house_judge.py:judge")
+
+    def turn(name: str, **arguments: object) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": json.dumps(arguments)}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    asked = {"role": "user", "content": "open ann's friend's room"}
+    careful = [asked, turn("friend", of="ann"), {"role": "tool", "content": "bob"}, turn("find", who="bob")]
+    careless = [*careful, {"role": "tool", "content": "attic"}, turn("read", room="cellar")]
+    guessing = [*careless, {"role": "tool", "content": "47"}, turn("open", room="attic", code=46)]
+    grades = [judge("", {"messages": messages}) for messages in (careful, careless, guessing, [asked])]
+    assert grades == [1.0, pytest.approx(2 / 3), pytest.approx(3 / 5), 0.0]
