@@ -166,7 +166,7 @@ train: setup
 
 test: lint te-setup agents-setup
 	@$(BIN)/$(COMPILE) megatron_rl
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadscope --no-loadscope-reorder)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 4 --dist loadscope --no-loadscope-reorder)
 
 # The folders whose numbers depend on kernels, once with those for CPUs with AVX2 and once with those for older ones: torch's,
 # oneDNN's and MKL's go by these variables, vLLM's by tests/other_cpu.

@@ -24,7 +24,7 @@ if os.environ.get("MEGATRON_RL_CI"):
     settings.load_profile("ci")
 
 
-# `make test` runs three folders at a time, on two cores: a folder's tests share worlds and engines, so they stay in one
+# `make test` runs four folders at a time, on two cores: a folder's tests share worlds and engines, so they stay in one
 # process, which now and then waits, the Slurm tests for most of their time. The long folders come first, and the short ones
 # fill up at the end: one that is begun late leaves a core idle.
 _FIRST = ("launch", "e2e", "rewards", "planning", "recipes", "te", "checkpoint", "agents", "actor", "cli", "conversion")

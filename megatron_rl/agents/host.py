@@ -56,7 +56,12 @@ class Conversations:
             self._leader = AgentLeader(tokenizer)
 
     def episodes(
-        self, sampling: Sampling, step: int, version: int, journal: tuple[Path, str] | None = None
+        self,
+        sampling: Sampling,
+        step: int,
+        version: int,
+        journal: tuple[Path, str] | None = None,
+        of_experts: np.dtype | None = None,
     ) -> MakeEpisode:
         """Conversations about the prompts of tasks with an agent, one response to any other.
 
@@ -64,6 +69,7 @@ class Conversations:
             version: of the weights.
             journal: the folder of the step's journals, and what tells the weights' bits from others; None: nothing is
                 recorded.
+            of_experts: `Engine.experts`.
         """
         self._keep(journal, step, version)
         single = single_turn(sampling, self._seed, step)
@@ -73,7 +79,7 @@ class Conversations:
                 return single(sample, index)
             key, task = self._tasks[sample.agent]
             assert task.agent is not None
-            opening = Opening(sample, index, sampling, self._seed, step, key, task.agent, version)
+            opening = Opening(sample, index, sampling, self._seed, step, key, task.agent, version, of_experts)
             self._open[opening.name] = Conversation(self, opening)
             return self._open[opening.name]
 

@@ -51,6 +51,7 @@ def origin(config: Config, step: int, version: int, weights: str) -> dict[str, o
     known |= {"seed": config.seed, "model.dtype": config.model.dtype, "versions of packages": provenance.versions()}
     known |= {f"rollout.{name}": getattr(rollout, name) for name in ("temperature", "max_tokens", "fp8", "fp8_skip")}
     known |= {f"rollout.{name}": getattr(rollout, name) for name in ("tensor_parallel", "expert_parallel")}
+    known["actor.moe.routing_replay"] = config.actor.moe.routing_replay
     for key, task in agent_tasks(config).items():
         if key.startswith("tasks.train."):
             assert task.agent is not None
@@ -215,7 +216,7 @@ class ConversationJournal:
         logprobs = None if line["logprobs"] is None else _unpacked(line["logprobs"], "<f8")
         nothing = np.zeros(0, dtype=np.float32)
         ids, reason, version = _unpacked(line["ids"], "<i4"), line["finish_reason"], line["version"]
-        return Completion(request, ids, logprobs, reason, version, nothing)
+        return Completion(request, ids, logprobs, reason, version, nothing, from_json(line.get("experts")))
 
     def keep_turn(self, completion: Completion) -> bool:
         """Records a turn, and returns whether it was not recorded yet."""
@@ -224,6 +225,8 @@ class ConversationJournal:
         self._written.add(key)
         logprobs = None if completion.logprobs is None else _packed(completion.logprobs, "<f8")
         line = {"of": self._key, "turn": key, "ids": _packed(completion.ids, "<i4"), "logprobs": logprobs}
+        if completion.experts is not None:
+            line["experts"] = to_json(completion.experts)
         self._journal.write({**line, "finish_reason": completion.finish_reason, "version": completion.version})
         return True
 

@@ -7,13 +7,13 @@ other messages (another agent's, a summary in the place of what was said) is a r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from megatron_rl.agents.chat_messages import difference, read_messages, same_tools
 from megatron_rl.agents.rendering import Renderer
+from megatron_rl.agents.turn_tree import TurnNode, TurnRequest
 from megatron_rl.base.messages import errors_named
 from megatron_rl.data.rollout import Segment
 from megatron_rl.data.sample import Message, Sample
@@ -41,65 +41,6 @@ class TooManySequences(LedgerError):
     """A request that needs a sequence more than the rollout may have."""
 
 
-@dataclass
-class _Node:
-    """A root, which has no turn yet, or a turn of the model with what was said between its parent and it.
-
-    Attributes:
-        given: int64 [tokens] before the turn, behind the parent's; a root's: all that its first turns are given.
-        drawn: None: a root.
-        messages: those of `given`, and the turn's.
-        place: numbers of the root and of the answers down to here, each counted among those to the same turn.
-        ended: the drawn token that ended the turn; None: it was cut, or nothing was drawn.
-    """
-
-    parent: _Node | None
-    given: np.ndarray
-    messages: list[Message]
-    tools: Tools
-    place: tuple[int, ...]
-    drawn: Segment | None = None
-    ended: int | None = None
-    is_cut: bool = False
-    answers: list[_Node] = field(default_factory=list)
-
-    @property
-    def path(self) -> list[_Node]:
-        """The nodes from the root to here."""
-        path, node = [self], self.parent
-        while node is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-    @property
-    def history(self) -> list[Message]:
-        return [message for node in self.path for message in node.messages]
-
-    @property
-    def ids(self) -> list[int]:
-        return [i for node in self.path for part in node.parts for i in part.ids.tolist()]
-
-    @property
-    def parts(self) -> list[Segment]:
-        return [Segment(self.given), *([] if self.drawn is None else [self.drawn])]
-
-    @property
-    def size(self) -> int:
-        """Tokens up to here."""
-        return sum(len(part.ids) for node in self.path for part in node.parts)
-
-
-@dataclass
-class _Request:
-    """One that has no answer. `root`: it begins one, which is recorded with its answer."""
-
-    parent: _Node
-    given: list[int]
-    messages: list[Message]  # behind the parent's
-    is_root: bool
-
-
 class Ledger:
     """The tokens and messages of a rollout's conversations.
 
@@ -107,16 +48,24 @@ class Ledger:
         sample: of a chat; its prompt is the first request, and its `prompt_ids` are that request's tokens.
         sequences: the most that the rollout may have.
         renders: what the chat template writes of a history otherwise than it was given and drawn is a root of its own.
+        of_experts: of a token's entry in the experts that answers come with; None: they come without.
     """
 
-    def __init__(self, renderer: Renderer, sample: Sample, sequences: int = 1, renders: bool = False) -> None:
-        self._renderer, self._sequences, self._renders = renderer, sequences, renders
+    def __init__(
+        self,
+        renderer: Renderer,
+        sample: Sample,
+        sequences: int = 1,
+        renders: bool = False,
+        of_experts: np.dtype | None = None,
+    ) -> None:
+        self._renderer, self._sequences, self._renders, self._of_experts = renderer, sequences, renders, of_experts
         self._tools = cast(Tools, sample.metadata.get("tools"))
         self._has_images = sample.images is not None
         prompt = read_messages(as_chat(sample.prompt))
-        self._roots = [_Node(None, np.asarray(sample.prompt_ids, dtype=np.int64), prompt, self._tools, (0,))]
+        self._roots = [TurnNode(None, np.asarray(sample.prompt_ids, dtype=np.int64), prompt, self._tools, (0,))]
         self._last = self._roots[0]  # the last recorded turn; before it, the prompt
-        self._pending: _Request | None = None
+        self._pending: TurnRequest | None = None
         self._used = 0  # tokens of all sequences, without the first one's prompt
         self.turns = 0  # of all sequences
 
@@ -137,7 +86,7 @@ class Ledger:
             sent = read_messages(messages)
         if self.turns == 0:
             self._check_prompt(sent, tools)
-            self._pending = _Request(self._roots[0], [], [], False)
+            self._pending = TurnRequest(self._roots[0], [], [], False)
         elif self._sequences == 1:
             if self._pending is None or not self._repeats(sent):
                 self._pending = self._following(self._last, self._added(sent, tools))
@@ -172,12 +121,12 @@ class Ledger:
                 raise OtherPrompt(
                     f"the first request has {len(new)} tokens behind the sample's prompt; send the prompt"
                 )
-            self._pending = waiting = _Request(self._last, [], [], False)
+            self._pending = waiting = TurnRequest(self._last, [], [], False)
         elif not new:
             raise Forked("the request has no token behind the model's last turn")
         else:
             said: Message = {"role": "user", "content": self._renderer.tokenizer.decode(new)}
-            self._pending = waiting = _Request(self._last, new, [said], False)
+            self._pending = waiting = TurnRequest(self._last, new, [said], False)
         return recorded + waiting.given
 
     def count(self, messages: Sequence[Mapping[str, object]], tools: Tools) -> int:
@@ -186,10 +135,24 @@ class Ledger:
             tools = self._tools if same_tools(tools, self._tools) else tools
             return len(self._renderer.first(read_messages(messages), tools))
 
+    @property
+    def routed(self) -> int:
+        """Tokens of the pending request whose experts are known: all before it, but for the parent's last, of which nothing
+        was computed when it was drawn."""
+        assert self._pending is not None
+        return self._pending.parent.routed
+
     def record(
-        self, ids: Sequence[int], logprobs: Sequence[float] | None, version: int, finish_reason: str, message: Message
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        version: int,
+        finish_reason: str,
+        message: Message,
+        experts: np.ndarray | None = None,
     ) -> None:
-        """The answer to the request: drawn tokens, the log-prob of each (None: unknown), and the message made of them."""
+        """The answer to the request: drawn tokens, the log-prob of each (None: unknown), and the message made of them.
+        `experts`: of the tokens behind those that are `routed`, up to the last that was drawn."""
         if self._pending is None:
             raise ValueError("there is no request to record an answer to")
         values = np.full(len(ids), np.nan) if logprobs is None else np.asarray(logprobs)
@@ -199,7 +162,7 @@ class Ledger:
         if request.is_root:
             self._roots.append(request.parent)
         parent = request.parent
-        self._last = _Node(
+        self._last = TurnNode(
             parent,
             np.asarray(request.given, dtype=np.int64),
             [*request.messages, *read_messages([message])],
@@ -209,6 +172,8 @@ class Ledger:
             int(ids[-1]) if len(ids) and finish_reason != "length" else None,
             finish_reason == "length",
         )
+        if experts is not None:
+            self._last.take_experts(experts)
         parent.answers.append(self._last)
         self._pending, self.turns = None, self.turns + 1
 
@@ -231,6 +196,16 @@ class Ledger:
                 segments.append(Segment(np.concatenate(shared), begins_sequence=True))
             segments += parts
         return segments
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """`Rollout.experts`, of the tokens of `segments`: those that a token went to when it was first computed."""
+        if self._of_experts is None:
+            return None
+        if not self.turns:
+            return np.zeros(len(self._roots[0].given), self._of_experts)
+        nodes = [node.experts for leaf in self._leaves for node in leaf.path]
+        return np.concatenate([experts for experts in nodes if experts is not None])
 
     @property
     def messages(self) -> list[Message]:
@@ -261,9 +236,9 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------ the tree
     @property
-    def _leaves(self) -> list[_Node]:
+    def _leaves(self) -> list[TurnNode]:
         """The last turns of the sequences: roots and answers in the order in which they were asked for."""
-        leaves, open_ = list[_Node](), self._roots[::-1]
+        leaves, open_ = list[TurnNode](), self._roots[::-1]
         while open_:
             node = open_.pop()
             open_ += node.answers[::-1]
@@ -271,15 +246,15 @@ class Ledger:
                 leaves.append(node)
         return leaves
 
-    def _is_new_sequence(self, request: _Request) -> bool:
+    def _is_new_sequence(self, request: TurnRequest) -> bool:
         """Whether the answer to it is not behind a leaf."""
         return bool(self.turns) and (request.is_root or bool(request.parent.answers))
 
-    def _cost(self, request: _Request) -> int:
+    def _cost(self, request: TurnRequest) -> int:
         """Tokens that it adds to all sequences: a new one begins with a copy of what it shares."""
         return len(request.given) + (request.parent.size if self._is_new_sequence(request) else 0)
 
-    def _parted(self, sent: list[Message], tools: Tools) -> _Request:
+    def _parted(self, sent: list[Message], tools: Tools) -> TurnRequest:
         """The request, from the node that has most of its messages, or as a new root."""
         if not sent or sent[-1]["role"] == "assistant":
             raise LedgerError("the request has no message behind the model's last turn; send one that it may answer")
@@ -296,7 +271,7 @@ class Ledger:
             raise Forked("the prompt has images, and a rollout about it has one sequence yet; go on with what was said")
         return request
 
-    def _matching(self, sent: list[Message], tools: Tools) -> Iterator[tuple[_Node, int, int]]:
+    def _matching(self, sent: list[Message], tools: Tools) -> Iterator[tuple[TurnNode, int, int]]:
         """Yields nodes that a request goes on from, how many of its messages each has, and their order."""
         open_, number = [(root, 0) for root in self._roots if same_tools(tools, root.tools)], 0
         while open_:
@@ -308,7 +283,7 @@ class Ledger:
             if node.drawn is not None or end == len(sent):
                 yield node, end, number
 
-    def _is_rewritten(self, parent: _Node, sent: list[Message], count: int) -> bool:
+    def _is_rewritten(self, parent: TurnNode, sent: list[Message], count: int) -> bool:
         """Whether the template writes the whole history in another text than it has where it goes on behind a node, which has
         `count` of its messages."""
         with errors_named("", as_error=LedgerError):
@@ -319,7 +294,7 @@ class Ledger:
             return True  # whatever would be appended
         return written != decode([*parent.ids, *self._following(parent, sent[count:]).given])
 
-    def _following(self, parent: _Node, new: list[Message]) -> _Request:
+    def _following(self, parent: TurnNode, new: list[Message]) -> TurnRequest:
         for i, message in enumerate(new, len(parent.history)):
             if not isinstance(message["content"], str):
                 raise LedgerError(f"messages[{i}] has more than text; only a prompt may have images yet")
@@ -328,16 +303,16 @@ class Ledger:
             history = parent.history
             with errors_named("", as_error=LedgerError):
                 given = self._renderer.following([*history, *new], len(history), parent.tools, parent.ended)
-        return _Request(parent, given, new, False)
+        return TurnRequest(parent, given, new, False)
 
-    def _root(self, sent: list[Message], tools: Tools) -> _Request:
+    def _root(self, sent: list[Message], tools: Tools) -> TurnRequest:
         for i, message in enumerate(sent):
             if not isinstance(message["content"], str):
                 raise LedgerError(f"messages[{i}] has more than text; only a prompt may have images yet")
         with errors_named("", as_error=LedgerError):
             ids = self._renderer.whole(sent, tools)
-        root = _Node(None, np.asarray(ids, dtype=np.int64), sent, tools, (len(self._roots),))
-        return _Request(root, [], [], True)
+        root = TurnNode(None, np.asarray(ids, dtype=np.int64), sent, tools, (len(self._roots),))
+        return TurnRequest(root, [], [], True)
 
     # ------------------------------------------------------------------------------------------------------ one sequence
     def _check_prompt(self, sent: Sequence[Message], tools: Tools) -> None:

@@ -168,11 +168,6 @@ def check_agents(config: Config) -> None:
         ValueError: naming the key.
     """
     tasks = agent_tasks(config)
-    if tasks and config.actor.moe.routing_replay == "rollout":
-        raise ValueError(
-            f"{min(tasks)}.agent: actor.moe.routing_replay=rollout keeps the experts of one turn, not of a conversation; "
-            "set it to none"
-        )
     for key, task in tasks.items():
         assert task.agent is not None
         with errors_named(f"{key}.agent"):

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 import numpy as np
@@ -51,6 +51,7 @@ class Opening:
         sampling: `max_tokens` is the limit of all that follows the prompt.
         key: of the task that has the agent, such as `tasks.train.house`.
         version: of the engine's weights.
+        of_experts: `Engine.experts`.
     """
 
     sample: Sample
@@ -61,6 +62,7 @@ class Opening:
     key: str
     agent: AgentConfig
     version: int
+    of_experts: np.dtype | None = None
 
     @property
     def name(self) -> tuple[str, int]:
@@ -141,7 +143,8 @@ class Session:
         journal: ConversationJournal | None = None,
     ) -> None:
         self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
-        self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences, opening.agent.history == "rendered")
+        renders = opening.agent.history == "rendered"
+        self.ledger = Ledger(renderer, opening.sample, opening.agent.sequences, renders, opening.of_experts)
         self.failure: ModelFailed | None = None  # the first limit that the policy reached
         self.no_answer: str | None = None  # why the last request has none
         self.is_closed = False
@@ -209,7 +212,7 @@ class Session:
         self._under_way = _Turn(question, reads_calls, request.tokens, reply)
         self._patience.stand()
         if (recorded := self.journal.turn(request)) is not None:
-            self.answer(recorded)
+            self._take(recorded)
         else:
             self._ask(request)
         return await asyncio.shield(reply)
@@ -295,6 +298,12 @@ class Session:
     # ----------------------------------------------------------------------------------------------------- the engine's
     def answer(self, completion: Completion) -> None:
         """Records a turn, and hands it to the agent. One that nobody waits for any more is dropped."""
+        if completion.experts is not None:
+            completion = replace(completion, experts=completion.experts[self.ledger.routed :])
+        self._take(completion)
+
+    def _take(self, completion: Completion) -> None:
+        """Of its experts it has those that the ledger lacks."""
         turn, self._under_way = self._under_way, None
         assert turn is not None  # the engine answers what it was asked
         self._patience.run()
@@ -309,7 +318,7 @@ class Session:
         text = turn_text(self._tokenizer, ids, ending)
         tools = cast(Tools | None, self.opening.sample.metadata.get("tools"))
         read = read_reply(text, ending, None if parser == "none" else parser, number, thinking, tools)
-        self.ledger.record(ids, completion.logprobs, completion.version, ending, read.message)
+        self.ledger.record(ids, completion.logprobs, completion.version, ending, read.message, completion.experts)
         self._finish_reason, self._text = ending, read.text
         if read.unread:
             self.failure = self.failure or ModelFailed(f"turn {number} has calls that cannot be read")
@@ -352,6 +361,7 @@ class Session:
             opening.index,
             none_drawn if lost else self.ledger.segments,
             "length" if is_cut and not lost else "stop",
+            experts=self._no_experts() if lost else self.ledger.experts,
             conversations=conversations if len(conversations) > 1 else [],
             messages=opening.messages if lost or not self.ledger.turns else self.ledger.messages,
             last_turn="" if lost else self._text,
@@ -359,6 +369,11 @@ class Session:
             turn_rewards=of_turns(rewards),
             failed_by=failed_by,
         )
+
+    def _no_experts(self) -> np.ndarray | None:
+        """Of a prompt that nothing was drawn behind."""
+        dtype = self.opening.of_experts
+        return None if dtype is None else np.zeros(len(self.opening.sample.prompt_ids), dtype)
 
 
 def _ended() -> RefusedTurn:

@@ -227,7 +227,7 @@ class Sampler:
         make_episode = single_turn(sampling, self.config.seed, step)
         if conversations is not None:
             journal = (self.journal / f"step_{step}", self.weights) if journaled and self.journal is not None else None
-            make_episode = conversations.episodes(sampling, step, self.engine.version, journal)
+            make_episode = conversations.episodes(sampling, step, self.engine.version, journal, self.engine.experts)
         poll = None if conversations is None else conversations.poll
         rollouts = self.draw(samples, count, make_episode, on_finished, on_failed, already_drawn, poll=poll)
         if conversations is not None:

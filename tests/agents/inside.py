@@ -92,11 +92,12 @@ def main(run_dir: Path) -> None:
 
 
 def by_turn(run: Any, rollouts: Any) -> dict[str, Any]:
-    """An update with credit by turn on conversations but those of gyms: each token's advantage, by prompt and rollout, as the
-    ranks that trained on it had it, and what the update was."""
+    """An update of the weights that drew, with credit by turn, on conversations but those of gyms: each token's advantage, by
+    prompt and rollout, as the ranks that trained on it had it, and what the update was."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.trainer.turn_credit import turns_of
 
+    run.learner.actor.load_hf(run.sampler.folder)
     chosen = [i for i, sample in enumerate(rollouts.samples) if sample.task not in ("verifiers", "nemo_gym")]
     rollouts = rollouts.of_prompts(chosen)
     rollouts.facts["version"] = run.learner.actor.optimizer_steps
@@ -132,6 +133,7 @@ def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
         "logprobs": rollout.logprobs.tolist(),
         "by_actor": np.concatenate([scores[row, number][np.array(part[1:])] for number, part in masks]).tolist(),
         "sequences": rollout.sequence_lengths,
+        "experts": rollout.experts.tolist(),
         "messages": rollout.messages,
         "failed_by": rollout.failed_by,
         "rewards": rollouts.rewards_of(row),

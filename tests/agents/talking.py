@@ -64,10 +64,21 @@ def samples(folder: Path, config: Config, words: Any, texts: Sequence[str]) -> l
     return load_task("t", task, words)
 
 
+OF_EXPERTS = np.dtype((np.uint8, (2, 3)))
+
+
+def routed(tokens: Sequence[int]) -> np.ndarray:
+    """Experts as an engine returns them: of a token and all before it; the last, of which nothing was computed, has those of
+    the one before."""
+    sums = np.cumsum((np.asarray(tokens, dtype=np.int64) + 1) * 2_654_435_761 % 2**32)
+    experts = np.stack([sums // 256**i % 256 for i in range(6)], axis=1).astype(np.uint8).reshape(-1, 2, 3)
+    return np.concatenate([experts[:-1], experts[-2:-1]])
+
+
 class Arithmetic:
     """An engine that draws letters by a hash of the seed and of all that came before, a token per pass and request."""
 
-    experts, max_scored = None, 1000
+    experts, max_scored = OF_EXPERTS, 1000
 
     def __init__(self, version: int = 3, most: int = 6, room: int = 64) -> None:
         self.version, self.room, self._most = version, room, most
@@ -93,7 +104,9 @@ class Arithmetic:
                 reason = "stop" if ids[-1] == 1 else "length"
                 drawn = np.zeros(0, dtype=np.float32)
                 logprobs = [-1.0 / (1 + token) for token in ids]
-                ended.append(Completion(request, ids, logprobs, reason, self.version, drawn))
+                ended.append(
+                    Completion(request, ids, logprobs, reason, self.version, drawn, routed([*request.tokens, *ids]))
+                )
         return ended
 
 
@@ -122,7 +135,7 @@ def conversed(
     journal: tuple[Path, str] | None = None,
 ) -> Rollouts:
     engine = engine or Arithmetic()
-    make = conversations.episodes(Sampling(1.0, 1.0, tokens), 5, engine.version, journal)
+    make = conversations.episodes(Sampling(1.0, 1.0, tokens), 5, engine.version, journal, engine.experts)
     return generate(engine, dispatcher(), prompts, count, make, poll=conversations.poll)
 
 
@@ -132,7 +145,9 @@ def bits(rollouts: Rollouts) -> list[Any]:
 
 
 def one(rollout: Rollout) -> Any:
-    of_tokens = [part.tobytes() for part in (rollout.tokens, rollout.loss_mask, rollout.logprobs)]
+    assert rollout.experts is not None
+    assert len(rollout.experts) == rollout.num_tokens
+    of_tokens = [part.tobytes() for part in (rollout.tokens, rollout.loss_mask, rollout.logprobs, rollout.experts)]
     worth = {**rollout.agent_rewards, "of turns": dict(rollout.turn_rewards)}
     return rollout.sample_id, rollout.index, of_tokens, rollout.messages, worth, rollout.failed_by
 

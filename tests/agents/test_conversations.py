@@ -94,7 +94,7 @@ def test_a_hundred_schedules_of_latencies_give_the_same_step(
             engine, draw = talking.Arithmetic(), random.Random(schedule)
             step = engine.step
             engine.step = lambda draw=draw, step=step: (loop.advance(draw.uniform(0, 2)), step())[1]  # type: ignore[method-assign, misc]
-            make = conversations.episodes(Sampling(1.0, 1.0, 60), 5, engine.version)
+            make = conversations.episodes(Sampling(1.0, 1.0, 60), 5, engine.version, None, engine.experts)
             rollouts = generate(engine, talking.dispatcher(), prompts, 2, make, poll=polling(loop, conversations.poll))
             assert talking.bits(rollouts) == talking.bits(quick), schedule
             assert rollouts.facts.tobytes() == quick.facts.tobytes()
@@ -137,7 +137,7 @@ def test_all_ranks_of_an_engine_end_with_what_its_first_rank_heard(talks: Talks,
         group: Any = SimpleNamespace(index=0, rank=rank, size=2, count=1, is_leader=rank == 0, broadcast=broadcast)
         conversations = Conversations(config, group, talks.words)
         engine = talking.Arithmetic(most=5 if damaged and rank else 6)
-        make = conversations.episodes(Sampling(1.0, 1.0, 60), 5, 3)
+        make = conversations.episodes(Sampling(1.0, 1.0, 60), 5, 3, None, engine.experts)
         try:
             return generate(engine, talking.dispatcher(group, gather), prompts, 2, make, poll=conversations.poll)
         finally:

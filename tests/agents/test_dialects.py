@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx2
+import numpy as np
 import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -62,7 +62,7 @@ class Held:
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end]
         reason: Any = "stop" if end else "length"
         logprobs = [-0.5 - i for i in range(len(ids))]
-        done: Any = SimpleNamespace(request=request, ids=ids, logprobs=logprobs, finish_reason=reason, version=2)
+        done = Completion(request, ids, logprobs, reason, 2, np.zeros(0, dtype=np.float32))
         if self.hold:
             self._held.append(done)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import AutoTokenizer
 
@@ -24,6 +25,7 @@ from megatron_rl.runtime.attempts import new_attempt, rank_environment
 from megatron_rl.tasks.reset_step import prompts
 from megatron_rl.weights.create import create_model
 from tests.agents import inside, talking, walking
+from tests.models import tiny
 from tests.warm import run_ranks
 
 GROUP = 2
@@ -35,6 +37,18 @@ RECORDS = (
     "u:{% for m in messages %}{{ m.role[0] }} {{ m.content }}{{ '\\n' }}{% endfor %}<eos>{{ '\\n' }}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+EXPERTS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "vocab_size": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -88,13 +102,15 @@ def gyms_missing() -> str | None:
 
 
 def recipe(folder: Path, gyms: bool) -> Path:
-    """Prompts of six tasks: an agent in the process, one whose conversations part, one whose template rewrites histories,
-    programs that speak responses and messages, steps, and none. `gyms`: and of two gyms."""
+    """A mixture of experts, whose routing is replayed. Prompts of six tasks: an agent in the process, one whose conversations
+    part, one whose template rewrites histories, programs that speak responses and messages, steps, and none. `gyms`: and of
+    two gyms."""
     # With the characters of special tokens' names, which the policy may draw: a template writes them as text.
     create = CreateModelConfig(
         characters=f"{talking.CHARACTERS}<>_", vocab_size=64, layers=2, hidden_size=64, init_std=0.3
     )
     create_model(folder / "model", create, 3)
+    tiny.write(folder / "model", "qwen3_moe", **EXPERTS)
     (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
     tasks: dict[str, Any] = {}
     for name, texts in (
@@ -144,7 +160,12 @@ def recipe(folder: Path, gyms: bool) -> Path:
             "cpu_cache_gib": 0.1,
             "max_concurrent": 4,
         },
-        "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 0.01}},
+        "actor": {
+            "parallel": {"tensor": 2, "sequence": True},
+            "moe": {"routing_replay": "rollout"},
+            "tokens_per_microbatch": 256,
+            "optimizer": {"lr": 0.002},
+        },
         "trainer": {"steps": 1, "prompts_per_step": 10 if gyms else 8},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},
@@ -202,6 +223,23 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
         ("parts/0", 6, 4),
         ("records/0", 2, 2),
     }
+
+
+def test_every_token_has_the_experts_that_transformers_chooses(of_two_ranks: Ran, two_engines: Ran) -> None:
+    """Of all turns and what lies between them, in every sequence; of its last token nothing was computed."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(two_engines.folder / "model", dtype=torch.float32)
+    for ran in (of_two_ranks, two_engines):
+        for record in ran.drawn.values():
+            ends = np.cumsum(record["sequences"])[:-1]
+            experts = np.split(np.array(record["experts"]), ends)
+            for tokens, chosen in zip(np.split(np.array(record["tokens"]), ends), experts, strict=True):
+                with torch.no_grad():
+                    routers = model(torch.from_numpy(tokens)[None], output_router_logits=True).router_logits
+                for layer, logits in enumerate(routers):
+                    expected = logits.topk(EXPERTS["num_experts_per_tok"]).indices.sort().values
+                    np.testing.assert_array_equal(np.sort(chosen[:-1, layer]), expected[:-1].numpy())
 
 
 def test_each_turn_is_drawn_behind_the_history_as_the_template_writes_it(of_two_ranks: Ran, two_engines: Ran) -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.resume_proof import starts
 from megatron_rl.resume_proof.kills import Kill
 from megatron_rl.resume_proof.proof import differences, prove, resolved, turns_of
+from megatron_rl.weights.create import create_model
 from tests.agents import talking
+from tests.agents.test_engines import EXPERTS
+from tests.models import tiny
 from tests.warm import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -20,7 +24,7 @@ TURNS = 5  # of a conversation
 
 
 def recipe(folder: Path) -> Path:
-    """Two prompts a step, about each of which `moody` has two conversations that part; tensor parallel 2."""
+    """Two prompts a step, of each of which `moody` has two conversations that part; tensor parallel 2, experts replayed."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("what is 1+1?", "who are you?")))
     params = {"turns_each": 2, "parts": True, "remembers": True}
@@ -31,15 +35,22 @@ def recipe(folder: Path) -> Path:
         "turn_tokens": 6,
         "sequences": 3,
     }
-    create = {"characters": talking.CHARACTERS, "vocab_size": 64, "layers": 1, "hidden_size": 32, "init_std": 0.3}
+    create_model(folder / "model", CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64), 3)
+    (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
+    tiny.write(folder / "model", "qwen3_moe", **{**EXPERTS, "num_hidden_layers": 1})
     sections = {
         "run_dir": str(folder / "run"),
         "seed": 3,
-        "model": {"create": {**create, "chat_template": talking.TEMPLATE}, "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
         "tasks": {"train": {"shop": {"source": "jsonl", "path": str(prompts), "chat": True, "agent": agent}}},
         "rewards": {"worth": {"reward": "agent", "params": {"column": "reward"}}},
         "rollout": {"tensor_parallel": 2, "group_size": 2, "max_prompt_tokens": 32, "max_tokens": 200, "cpu_cache_gib": 0.1},
-        "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 512, "optimizer": {"lr": 0.01}},
+        "actor": {
+            "parallel": {"tensor": 2, "sequence": True},
+            "moe": {"routing_replay": "rollout"},
+            "tokens_per_microbatch": 512,
+            "optimizer": {"lr": 0.01},
+        },
         "trainer": {"steps": 2, "prompts_per_step": 2},
         "algorithm": {"preset": "grpo"},
         "logging": {"report": False, "samples_per_step": 100},

@@ -40,7 +40,7 @@ class Told:
     def __init__(self, sequences: int = 9) -> None:
         self.renderer = renderer_of("qwen2.5")
         self.sample = Sample("task/0", "task", [USER], self.renderer.first([USER], None))
-        self.ledger = Ledger(self.renderer, self.sample, sequences)
+        self.ledger = Ledger(self.renderer, self.sample, sequences, of_experts=talking.OF_EXPERTS)
         self.drawn: list[int] = []
         self.places: list[tuple[int, ...]] = []
         self.asked: list[list[int]] = []
@@ -50,13 +50,21 @@ class Told:
         self.asked.append(self.ledger.request(messages, tools))
         self.places.append(self.ledger.place)
         ids = [10_000 + 2 * len(self.places), 10_001 + 2 * len(self.places), END]  # no text's
-        self.ledger.record(ids, [-float(i) for i in ids], 7, "stop", said(answer))
+        experts = talking.routed([*self.asked[-1], *ids])[self.ledger.routed :]
+        self.ledger.record(ids, [-float(i) for i in ids], 7, "stop", said(answer), experts)
         self.drawn += ids
         return ids
 
     @property
     def rollout(self) -> Rollout:
-        return Rollout("task/0", 0, self.ledger.segments, "stop", conversations=self.ledger.conversations)
+        """Each sequence has the experts that the engine chose for it, but for the last token's, which nothing reads."""
+        experts, segments = self.ledger.experts, self.ledger.segments
+        rollout = Rollout("task/0", 0, segments, "stop", experts, conversations=self.ledger.conversations)
+        ends = np.cumsum(rollout.sequence_lengths)[:-1]
+        assert experts is not None
+        for tokens, chosen in zip(np.split(rollout.tokens, ends), np.split(experts, ends), strict=True):
+            np.testing.assert_array_equal(chosen[:-1], talking.routed(tokens.tolist())[:-1])
+        return rollout
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -125,6 +133,14 @@ def test_whole_messages_are_rendered_as_prompts_are() -> None:
         renderer = renderer_of(name)
         for messages in ([USER], [OTHER, USER], [USER, said("Yes."), AGAIN]):
             assert renderer.whole(messages, None) == renderer.first(messages, None)
+
+
+def test_experts_of_tokens_that_have_some_are_refused() -> None:
+    told = Told()
+    told.ask([USER], "Yes.")
+    asked = told.ledger.request([USER, said("Yes."), AGAIN], None)
+    with pytest.raises(ValueError, match=r"^\d+ tokens have experts, and \d+ lack them$"):
+        told.ledger.record([END], [0.0], 7, "stop", said(""), talking.routed([*asked, END]))
 
 
 def test_limits_count_all_sequences_with_copies_of_what_they_share() -> None:

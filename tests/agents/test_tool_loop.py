@@ -50,7 +50,8 @@ class Scripted(talking.Arithmetic):
         said = self._say(self._words.decode(request.tokens))
         ids = [*self._words.encode(said, add_special_tokens=False), 1][: request.sampling.max_tokens]
         nothing = np.zeros(0, dtype=np.float32)
-        return Completion(request, ids, [-0.5] * len(ids), "stop" if ids[-1] == 1 else "length", self.version, nothing)
+        reason, experts = "stop" if ids[-1] == 1 else "length", talking.routed([*request.tokens, *ids])
+        return Completion(request, ids, [-0.5] * len(ids), reason, self.version, nothing, experts)
 
 
 @pytest.fixture(scope="module")
