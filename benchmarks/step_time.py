@@ -178,7 +178,7 @@ def rl(row: RL) -> tuple[float, StepTime]:
         return step.total, step
     responses = row.prompts * 32 * row.engine / samplers
     config.rollout.max_concurrent = max(1, round(responses * row.lag))  # of so many batches at a time
-    engine = Decoding(sizes, config.rollout, hardware, plan.cache_tokens)
+    engine = Decoding(sizes, config.rollout, hardware, plan.cache_tokens, plan.state_tokens)
     samples = _steady_seconds(engine, responses, lengths) + step.seconds[SYNC]
     return max(samples, step.total - step.seconds[GENERATE]), step
 

@@ -303,7 +303,7 @@ class Session:
         self._take(completion)
 
     def _take(self, completion: Completion) -> None:
-        """Of its experts it has those that the ledger lacks."""
+        """Takes a turn, whose experts are those that the ledger lacks."""
         turn, self._under_way = self._under_way, None
         assert turn is not None  # the engine answers what it was asked
         self._patience.run()
@@ -371,7 +371,7 @@ class Session:
         )
 
     def _no_experts(self) -> np.ndarray | None:
-        """Of a prompt that nothing was drawn behind."""
+        """Returns zeros for a prompt that nothing was drawn behind."""
         dtype = self.opening.of_experts
         return None if dtype is None else np.zeros(len(self.opening.sample.prompt_ids), dtype)
 

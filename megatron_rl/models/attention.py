@@ -43,7 +43,11 @@ class Attention(Protocol):
         what norms of its inputs keep."""
 
     def cache_numbers(self, tensor: int) -> int:
-        """Numbers in the cache of each rank of an engine."""
+        """Numbers of a token in the cache of each rank of an engine."""
+
+    def state_bytes(self, tensor: int, width: int) -> float:
+        """Bytes of a sequence in the cache of each rank of an engine, whatever its tokens. `width`: bytes of a number of the
+        model's."""
 
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         """Columns and terms of its matrix products on a rank; rows are tokens."""
@@ -139,6 +143,9 @@ class GroupedQuery:
 
     def cache_numbers(self, tensor: int) -> int:
         return 2 * self.in_engine(tensor).dims["kv"] // tensor
+
+    def state_bytes(self, tensor: int, width: int) -> float:
+        return 0.0
 
     def _on_rank(self, tensor: int) -> tuple[float, float]:
         """Numbers of queries, and of keys."""

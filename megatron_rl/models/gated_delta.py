@@ -120,8 +120,14 @@ class GatedDelta:
         return round(self._mean(self.full.kept_numbers + 3 * dims["q"], delta))
 
     def cache_numbers(self, tensor: int) -> int:
-        """Gated-delta layers have a state per sequence, which does not grow with its tokens."""
         return round(self._mean(self.full.cache_numbers(tensor), 0))
+
+    def state_bytes(self, tensor: int, width: int) -> float:
+        """A gated-delta layer has what its convolution still reads, and a state in fp32. Keys and values of the other layers
+        are in pages as large as these, of which half a page is empty in the mean (vLLM's cache has pages of one size)."""
+        read, state = (self.kernel - 1) * self.dims["gd_mixed"], self.value_heads * self.key_dim * self.value_dim
+        page = (read * width + state * 4) / tensor
+        return self._mean(page / 2, page)
 
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         full = [(columns, terms) for columns, terms in self.full.products(hidden, tensor)]

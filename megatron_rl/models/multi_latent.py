@@ -102,6 +102,9 @@ class MultiLatent:
     def cache_numbers(self, tensor: int) -> int:
         return self.kv_rank + self.rope  # whole on every rank
 
+    def state_bytes(self, tensor: int, width: int) -> float:
+        return 0.0
+
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         sizes = self.dims
         return [

@@ -83,6 +83,7 @@ class MemoryPlan:
     data_parallel: int
     engines: int
     cache_tokens: float  # KV cache of one engine, tokens
+    state_tokens: float  # of them, what a sequence takes whatever its tokens (`planning.memory.state_tokens`)
     longest: int  # tokens of the longest sequence
     host_bytes: float | None = None  # of the host's memory, for each of its GPUs; None: not known, so not checked
     # With split placement: of `world`, those that only generate. GENERATE is their phase, and the others are the actor's.
@@ -103,7 +104,7 @@ class MemoryPlan:
     @property
     def full_length_sequences(self) -> float:
         """Sequences of full length that one engine holds at once."""
-        return self.cache_tokens / self.longest
+        return self.cache_tokens / (self.longest + self.state_tokens)
 
     def problems(self) -> Iterator[str]:
         """A sentence per reason why it does not fit, with the keys that would help, the largest part first."""
@@ -118,7 +119,9 @@ class MemoryPlan:
                 where = " of the host's memory, for each GPU," if phase in HOST_PHASES else ""
                 yield f"phase {phase} needs {over / GIB:.1f} GiB{where} more than there is; what helps: {', '.join(knobs)}"
         if self.full_length_sequences < 1:
+            state = f" and its state, {self.state_tokens:.0f} more" if self.state_tokens else ""
             yield (
                 f"the engine's KV cache holds {max(0, self.cache_tokens):.0f} tokens, less than one sequence of "
-                f"{self.longest}; raise rollout.memory_fraction or rollout.tensor_parallel, or lower rollout.max_tokens"
+                f"{self.longest}{state}; raise rollout.memory_fraction or rollout.tensor_parallel, or lower "
+                "rollout.max_tokens"
             )

@@ -127,6 +127,12 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
     return model.dims["layers"] * model.attention.cache_numbers(tensor) * dtype_bytes
 
 
+def state_tokens(model: Model, tensor: int, dtype_bytes: int = 2) -> float:
+    """Tokens whose keys and values take as much of the cache as what a sequence has there beside them."""
+    state = model.dims["layers"] * model.attention.state_bytes(tensor, dtype_bytes)
+    return state / cache_bytes_per_token(model, tensor, dtype_bytes)
+
+
 # --------------------------------------------------------------------------------------------------------------- sync
 def _sync_buckets(model: Model, rollout: RolloutConfig, dtype_bytes: int) -> float:
     """Slices: two buckets, of each what is sent and what is received. Whole tensors: what is gathered."""
@@ -205,6 +211,7 @@ def make_plan(
         data_parallel=replicas // parallel.context,
         engines=(generators or gpus) // config.rollout.tensor_parallel,
         cache_tokens=cache_tokens,
+        state_tokens=state_tokens(model, config.rollout.tensor_parallel, width),
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
         host_bytes=host_bytes,
     )

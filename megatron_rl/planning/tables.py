@@ -43,7 +43,8 @@ def memory_table(config: Config, plan: MemoryPlan, source: str = "") -> str:
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
         f"engines{' on GPUs of their own' if plan.generators else ''}: {plan.engines} of {config.rollout.tensor_parallel} "
         f"GPUs; the cache of each holds {plan.cache_tokens:,.0f} tokens, "
-        f"{plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
+        f"{plan.full_length_sequences:.0f} sequences of full length ({plan.longest}"
+        + (f", and a state that takes the room of {plan.state_tokens:,.0f})" if plan.state_tokens else ")"),
         "",
         f"{'GiB on the fullest GPU (last two: host)':42s}"
         + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),

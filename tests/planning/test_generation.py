@@ -70,7 +70,7 @@ def one_by_one(engine: Decoding, lengths: np.ndarray, places: int) -> float:
 def test_a_batch_takes_as_long_as_one_decoded_step_by_step(responses: int, places: int) -> None:
     found = published_config("Qwen3-8B")
     assert found is not None
-    engine = Decoding(model_of(found), RolloutConfig(max_concurrent=places), TABLES["h100"], 1e9)
+    engine = Decoding(model_of(found), RolloutConfig(max_concurrent=places), TABLES["h100"], 1e9, 0.0)
     counted = np.mean([one_by_one(engine, mixed(responses, seed), places) for seed in range(4)])
     predicted = engine.generate(responses, responses, LENGTHS)
     assert predicted.places == min(places, responses)
@@ -91,6 +91,7 @@ SIMULATED = [
     ("qwen3-32b", 4, 1500, 512),
     ("qwen3-32b", 4, 4096, 128),
     ("qwen3-30b-a3b", 4, 1500, 32),
+    ("qwen3.6-35b-a3b", 4, 1500, 512),  # a sequence's state takes more of the cache than its tokens
 ]
 
 
@@ -105,7 +106,7 @@ def test_engines_take_as_long_as_when_every_response_is_simulated(
     found = published_config((config.model.path or "").rpartition("/")[2])
     assert found is not None
     plan = make_plan(config, model_of(found), 8 * nodes, 79 * GIB)
-    engine = Decoding(plan.model, config.rollout, TABLES["h100"], plan.cache_tokens)
+    engine = Decoding(plan.model, config.rollout, TABLES["h100"], plan.cache_tokens, plan.state_tokens)
     prompts, count, limit = config.trainer.prompts_per_step, config.rollout.group_size, config.rollout.max_tokens
     lengths = Lengths.log_normal(mean, limit, prompt=512)
     speed = EngineSpeed(
@@ -113,6 +114,7 @@ def test_engines_take_as_long_as_when_every_response_is_simulated(
         lambda tokens: engine.prompt_seconds(tokens, tokens * 256),
         plan.cache_tokens,
         concurrent,
+        plan.state_tokens,
     )
     seconds = []
     for seed in range(DRAWS):

@@ -23,6 +23,7 @@ class EngineSpeed:
     prefill_seconds: Callable[[float], float]  # reading so many tokens
     cache_tokens: float
     max_concurrent: int  # sequences decoded together
+    state_tokens: float = 0.0  # of the cache's, what a sequence takes whatever its tokens
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Engine:
         running, read = len(self.ends_at), 0.0
         while self.waiting and running < self.speed.max_concurrent:
             row = self.waiting[0]
-            tokens = self.prompt + self.drawn[row]
+            tokens = self._cached(row)
             if running and self.cached + tokens + BLOCK * (running + 1) > self.speed.cache_tokens:
                 break
             self.waiting.popleft()
@@ -95,7 +96,7 @@ class _Engine:
         passes, room = self._next[0][0] - self.passes, self.speed.cache_tokens - self.cached
         if running > 1 and passes * running > room:
             passes = max(0, int(room // running))
-        mean = self.cached / running + (passes + 1) / 2
+        mean = self.cached / running - self.speed.state_tokens + (passes + 1) / 2
         self.segment = (passes, passes * self.speed.decode_seconds(running, mean) if passes else 0.0)
 
     def advance(self) -> list[int]:
@@ -112,18 +113,21 @@ class _Engine:
             del self.ends_at[row]
             self.drawn[row] += self.left[row]
             self.left[row] = 0
-            self.cached -= self.prompt + self.drawn[row]
+            self.cached -= self._cached(row)
             ended.append(row)
         if not ended:
             self._make_room()
         return ended
+
+    def _cached(self, row: int) -> float:
+        return self.prompt + self.drawn[row] + self.speed.state_tokens
 
     def _make_room(self) -> None:
         """The sequences that came last give up their place, until each other one has room for a block."""
         while len(self.ends_at) > 1 and self.cached + BLOCK * len(self.ends_at) > self.speed.cache_tokens:
             row, end = self.ends_at.popitem()
             self._stop(row, end)
-            self.cached -= self.prompt + self.drawn[row]
+            self.cached -= self._cached(row)
             self.waiting.appendleft(row)
             self.is_read[row] = False
             self.set_back += 1
@@ -159,7 +163,7 @@ def generate(
         ValueError: the cache does not hold the longest sequence.
     """
     groups, count = left.shape
-    longest = prompt + float((drawn + left).max())
+    longest = prompt + float((drawn + left).max()) + speed.state_tokens
     if longest > speed.cache_tokens:
         raise ValueError(
             f"an engine's cache of {speed.cache_tokens:,.0f} tokens does not hold a sequence of {longest:,.0f}"

@@ -110,7 +110,7 @@ def _modes(job: SimulatedJob) -> Sequence[Mode]:
 
 def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> SimulatedJob:
     """The recipe's step with the times that are predicted of its parts."""
-    decoding = Decoding(plan.model, config.rollout, predictor.hardware, plan.cache_tokens)
+    decoding = Decoding(plan.model, config.rollout, predictor.hardware, plan.cache_tokens, plan.state_tokens)
     prompt, factor = predictor.lengths.prompt, predictor.factors.get(GENERATE, 1.0)
     phases = {name: seconds for name, seconds in step.seconds.items() if name not in (GENERATE, REWARD)}
 
@@ -133,6 +133,7 @@ def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predicto
             lambda tokens: factor * decoding.prompt_seconds(tokens, tokens * prompt / 2),
             plan.cache_tokens,
             config.rollout.max_concurrent,
+            plan.state_tokens,
         ),
         engines=plan.engines,
         gpus=plan.world,

@@ -33,12 +33,13 @@ class GenerationTime:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One engine. `cache_tokens`: what its KV cache holds (`MemoryPlan.cache_tokens`)."""
+    """One engine. `cache_tokens`: what its KV cache holds, `state_tokens` in each sequence's place (`MemoryPlan`)."""
 
     model: Model
     rollout: RolloutConfig
     hardware: Hardware
     cache_tokens: float
+    state_tokens: float
 
     @cached_property
     def _group(self) -> CommGroup:
@@ -56,6 +57,12 @@ class Decoding:
     @cached_property
     def _cache(self) -> float:
         return cache_bytes_per_token(self.model, self.rollout.tensor_parallel)
+
+    @cached_property
+    def _states(self) -> float:
+        """Bytes of a sequence that every step reads and writes."""
+        dims, attention = self.model.dims, self.model.attention
+        return dims["layers"] * attention.state_bytes(self.rollout.tensor_parallel, 2)
 
     @cached_property
     def _kernels(self) -> int:
@@ -82,7 +89,7 @@ class Decoding:
         return {
             "weights": weights,
             "matrix products": max(0.0, products - weights),
-            "cache": running * context * self._cache / read,
+            "cache": running * (context * self._cache + 2 * self._states) / read,
             "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
             "launches": self._kernels * hardware.launch,
             "sampling": memory_seconds(hardware, running * dims["vocab"] * _SAMPLING),
@@ -116,7 +123,11 @@ class Decoding:
 
     def places(self, lengths: Lengths) -> float:
         """Sequences that are decoded at a time: what the recipe allows and the cache holds at their mean length under way."""
-        return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
+        return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / self._taken(lengths)))
+
+    def _taken(self, lengths: Lengths) -> float:
+        """Tokens' room that a sequence takes in the mean while it is under way."""
+        return lengths.prompt + lengths.remaining + self.state_tokens
 
     def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
         """Responses of the slowest engine, over the mean of all. Engines are given whole groups, as many as they may decode

@@ -116,7 +116,7 @@ class Predictor:
 
     def of(self, config: Config, plan: MemoryPlan) -> StepTime:
         """A checked recipe in the layout that `plan` is of."""
-        decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
+        decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens, plan.state_tokens)
         responses = config.trainer.prompts_per_step * config.rollout.group_size
         generation = decoding.generate(responses / plan.engines, responses, self.lengths)
         batches, forward, update = self._training(config, plan.actor_world)
