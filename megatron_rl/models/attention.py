@@ -42,6 +42,10 @@ class Attention(Protocol):
         """Numbers that fused attention keeps for the backward pass, all heads together: its inputs and its output, and
         what norms of its inputs keep."""
 
+    @property
+    def most_kept_numbers(self) -> int:
+        """`kept_numbers` of the layer that keeps most."""
+
     def cache_numbers(self, tensor: int) -> int:
         """Numbers of a token in the cache of each rank of an engine."""
 
@@ -140,6 +144,10 @@ class GroupedQuery:
     def kept_numbers(self) -> int:
         queries, keys = self.dims["q"], self.dims["kv"]
         return 2 * queries + 2 * keys + (queries + keys if self.qk_norm else 0)
+
+    @property
+    def most_kept_numbers(self) -> int:
+        return self.kept_numbers
 
     def cache_numbers(self, tensor: int) -> int:
         return 2 * self.in_engine(tensor).dims["kv"] // tensor

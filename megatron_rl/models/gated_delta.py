@@ -110,14 +110,26 @@ class GatedDelta:
         return round(self._mean(self.full.output_numbers, self.dims["gd_value"]))
 
     @property
-    def kept_numbers(self) -> int:
-        """Attention keeps its gates in fp32 too, and what they multiply. A gated-delta layer: what enters its convolution, in
-        one tensor with gates and step sizes; queries and keys, normalised and repeated per value head; values; 64 products
-        per head; the output, normalised and gated, in part in fp32; and small numbers per head."""
+    def _full_kept(self) -> int:
+        """Attention keeps its gates in fp32 too, and what they multiply."""
+        return self.full.kept_numbers + 3 * self.dims["q"]
+
+    @property
+    def _delta_kept(self) -> int:
+        """A gated-delta layer keeps what enters its convolution, in one tensor with gates and step sizes; queries and keys,
+        normalised and repeated per value head; values; 64 products per head; the output, normalised and gated, in part in
+        fp32; and small numbers per head."""
         dims, heads = self.dims, self.value_heads
         repeated = 2 * heads * self.key_dim
-        delta = dims["gd_mixed"] + 2 * dims["gd_key"] + repeated + 9 * dims["gd_value"] + (66 + 9) * heads
-        return round(self._mean(self.full.kept_numbers + 3 * dims["q"], delta))
+        return dims["gd_mixed"] + 2 * dims["gd_key"] + repeated + 9 * dims["gd_value"] + (66 + 9) * heads
+
+    @property
+    def kept_numbers(self) -> int:
+        return round(self._mean(self._full_kept, self._delta_kept))
+
+    @property
+    def most_kept_numbers(self) -> int:
+        return max(self._full_kept, self._delta_kept)
 
     def cache_numbers(self, tensor: int) -> int:
         return round(self._mean(self.full.cache_numbers(tensor), 0))

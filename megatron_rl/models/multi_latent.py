@@ -99,6 +99,10 @@ class MultiLatent:
         latents and the inputs of their norms are counted as if ranks shared them: they are 4 % of it in DeepSeek-V3."""
         return 4 * self.heads * self.head_width + self.heads * self.value + 2 * (self.q_rank + self.kv_rank) + self.rope
 
+    @property
+    def most_kept_numbers(self) -> int:
+        return self.kept_numbers
+
     def cache_numbers(self, tensor: int) -> int:
         return self.kv_rank + self.rope  # whole on every rank
 

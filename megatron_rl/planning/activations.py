@@ -195,10 +195,11 @@ def forward_workspace(model: Model, config: Config, dtype_bytes: int) -> float:
 
 
 def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: int) -> float:
-    """A forward pass alone: three hidden states and a feed-forward, or the output layer with its hidden states."""
+    """A forward pass alone: three hidden states and feed-forward or attention, or the output layer with its hidden states."""
     dims, parallel = model.dims, config.actor.parallel
     split = parallel.tensor if parallel.sequence else 1
-    layer = 0.0
+    attention = model.attention.most_kept_numbers / parallel.tensor
+    layer = dtype_bytes * (3 * dims["hidden"] / split + attention)
     for experts in _kinds(model):
         if experts:
             numbers = _expert_bytes(model, experts, parallel.expert_tensor, 1, 1) + _moved_numbers(
