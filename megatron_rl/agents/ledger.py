@@ -204,8 +204,8 @@ class Ledger:
             return None
         if not self.turns:
             return np.zeros(len(self._roots[0].given), self._of_experts)
-        nodes = [node.experts for leaf in self._leaves for node in leaf.path]
-        return np.concatenate([experts for experts in nodes if experts is not None])
+        nodes = [node for leaf in self._leaves for node in leaf.path]
+        return np.concatenate([node.routes for node in nodes])
 
     @property
     def messages(self) -> list[Message]:

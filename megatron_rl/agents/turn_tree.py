@@ -67,6 +67,13 @@ class TurnNode:
         once it has an answer."""
         return 0 if self.experts is None else self.size - (self.drawn is not None)
 
+    @property
+    def routes(self) -> np.ndarray:
+        """`experts`, which are known."""
+        if self.experts is None:
+            raise ValueError(f"the engine has returned no experts with the turn at {self.place}")
+        return self.experts
+
     def take_experts(self, experts: np.ndarray) -> None:
         """Takes those of all tokens up to here that the parent has not `routed`. This is not among its answers yet."""
         parent = self.parent
