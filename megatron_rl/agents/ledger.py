@@ -205,7 +205,7 @@ class Ledger:
         if not self.turns:
             return np.zeros(len(self._roots[0].given), self._of_experts)
         nodes = [node for leaf in self._leaves for node in leaf.path]
-        return np.concatenate([node.routes for node in nodes])
+        return np.concatenate([node.known_experts for node in nodes])
 
     @property
     def messages(self) -> list[Message]:

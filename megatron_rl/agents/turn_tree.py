@@ -68,14 +68,19 @@ class TurnNode:
         return 0 if self.experts is None else self.size - (self.drawn is not None)
 
     @property
-    def routes(self) -> np.ndarray:
-        """`experts`, which are known."""
+    def known_experts(self) -> np.ndarray:
+        """Returns `experts`. ValueError: the engine returned none."""
         if self.experts is None:
             raise ValueError(f"the engine has returned no experts with the turn at {self.place}")
         return self.experts
 
     def take_experts(self, experts: np.ndarray) -> None:
-        """Takes those of all tokens up to here that the parent has not `routed`. This is not among its answers yet."""
+        """Takes the experts of the tokens behind the parent's `routed` ones, up to the last drawn here. Called before this
+        node is among the parent's answers.
+
+        Raises:
+            ValueError: they are of more or fewer tokens.
+        """
         parent = self.parent
         assert parent is not None  # a root is no turn
         lacked = parent.size - parent.routed
@@ -90,7 +95,13 @@ class TurnNode:
 
 @dataclass
 class TurnRequest:
-    """One that has no answer. `root`: it begins one, which is recorded with its answer."""
+    """A request to the model that has no answer yet.
+
+    Attributes:
+        parent: the node that its answer comes behind.
+        given: token ids behind the parent's.
+        is_root: `parent` is a new root, which the tree gets with the answer.
+    """
 
     parent: TurnNode
     given: list[int]

@@ -50,8 +50,11 @@ class Attention(Protocol):
         """Numbers of a token in the cache of each rank of an engine."""
 
     def state_bytes(self, tensor: int, width: int) -> float:
-        """Bytes of a sequence in the cache of each rank of an engine, whatever its tokens. `width`: bytes of a number of the
-        model's."""
+        """Bytes of a sequence's state in the cache of each rank of an engine, whatever its tokens; a decoding step reads and
+        writes it. `width`: bytes of a number of the model's."""
+
+    def unfilled_bytes(self, tensor: int, width: int) -> float:
+        """Bytes of the cache's pages that a sequence has and does not fill, in the mean, where pages are large."""
 
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         """Columns and terms of its matrix products on a rank; rows are tokens."""
@@ -153,6 +156,9 @@ class GroupedQuery:
         return 2 * self.in_engine(tensor).dims["kv"] // tensor
 
     def state_bytes(self, tensor: int, width: int) -> float:
+        return 0.0
+
+    def unfilled_bytes(self, tensor: int, width: int) -> float:
         return 0.0
 
     def _on_rank(self, tensor: int) -> tuple[float, float]:

@@ -134,12 +134,18 @@ class GatedDelta:
     def cache_numbers(self, tensor: int) -> int:
         return round(self._mean(self.full.cache_numbers(tensor), 0))
 
-    def state_bytes(self, tensor: int, width: int) -> float:
-        """A gated-delta layer has what its convolution still reads, and a state in fp32. Keys and values of the other layers
-        are in pages as large as these, of which half a page is empty in the mean (vLLM's cache has pages of one size)."""
+    def _layer_state(self, tensor: int, width: int) -> float:
+        """Bytes of a gated-delta layer: what its convolution still reads, and a state in fp32."""
         read, state = (self.kernel - 1) * self.dims["gd_mixed"], self.value_heads * self.key_dim * self.value_dim
-        page = (read * width + state * 4) / tensor
-        return self._mean(page / 2, page)
+        return (read * width + state * 4) / tensor
+
+    def state_bytes(self, tensor: int, width: int) -> float:
+        return self._mean(0.0, self._layer_state(tensor, width))
+
+    def unfilled_bytes(self, tensor: int, width: int) -> float:
+        """vLLM's cache has pages of one size, so keys and values of the other layers are in pages as large as a state: half a
+        page each is empty in the mean."""
+        return self._mean(self._layer_state(tensor, width) / 2, 0.0)
 
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         full = [(columns, terms) for columns, terms in self.full.products(hidden, tensor)]

@@ -109,6 +109,9 @@ class MultiLatent:
     def state_bytes(self, tensor: int, width: int) -> float:
         return 0.0
 
+    def unfilled_bytes(self, tensor: int, width: int) -> float:
+        return 0.0
+
     def products(self, hidden: int, tensor: int) -> list[tuple[float, float]]:
         sizes = self.dims
         return [

@@ -128,9 +128,10 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
 
 
 def state_tokens(model: Model, tensor: int, dtype_bytes: int = 2) -> float:
-    """Tokens whose keys and values take as much of the cache as what a sequence has there beside them."""
-    state = model.dims["layers"] * model.attention.state_bytes(tensor, dtype_bytes)
-    return state / cache_bytes_per_token(model, tensor, dtype_bytes)
+    """Returns a sequence's room in an engine's cache beside its keys and values, as tokens whose keys and values take as much."""
+    attention = model.attention
+    layer = attention.state_bytes(tensor, dtype_bytes) + attention.unfilled_bytes(tensor, dtype_bytes)
+    return model.dims["layers"] * layer / cache_bytes_per_token(model, tensor, dtype_bytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- sync

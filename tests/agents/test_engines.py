@@ -226,7 +226,7 @@ def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: 
 
 
 def test_every_token_has_the_experts_that_transformers_chooses(of_two_ranks: Ran, two_engines: Ran) -> None:
-    """Of all turns and what lies between them, in every sequence; of its last token nothing was computed."""
+    """Turns and what lies between them, in every sequence, but for its last token, of which nothing was computed."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(two_engines.folder / "model", dtype=torch.float32)

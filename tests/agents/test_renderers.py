@@ -44,7 +44,7 @@ def turns_of(conversation: Conversation) -> Iterator[dict[str, Any]]:
 def compared(
     turns: dict[str, list[dict[str, Any]]], classes: Mapping[str, tuple[str, Sequence[str]]], folder: Path
 ) -> dict[str, list[str | list[str]]]:
-    """The oracle's entries, by family."""
+    """Asks the oracle about the turns of each family; returns its entries."""
     families = []
     for name, of_family in turns.items():
         config, added = classes[name]
@@ -58,7 +58,7 @@ def compared(
 
 @pytest.fixture(scope="module")
 def turns() -> dict[str, list[dict[str, Any]]]:
-    """Those of random conversations, the first of each family's behind them once more with a token too many."""
+    """Draws random conversations; the last turn of each family is its first once more, with a token too many."""
     drawn = {
         name: [turn for n in range(COUNT) for turn in turns_of(had(FAMILIES[name], random.Random(f"{name} {n}")))]
         for name in COMPARED

@@ -127,7 +127,7 @@ def test_gold_calls_in_toolrls_tags_get_full_marks(recipe: str, think: str, best
 
 
 def test_the_houses_judge_counts_values_that_had_been_said() -> None:
-    """By hand: five values in four calls, of which a room nobody named and a code out of the air had not been said."""
+    """Four calls have five values, of which two had not been said: a room that nobody named, and a code out of the air."""
     judge = make_reward("recipes/cpu/house_judge.py:judge")
 
     def turn(name: str, **arguments: object) -> dict[str, Any]:

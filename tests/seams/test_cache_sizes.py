@@ -15,7 +15,7 @@ from megatron_rl.planning.memory import cache_bytes_per_token, state_tokens
 
 
 def sizes(config: dict[str, Any], tensor: int) -> tuple[int, int]:
-    """Bytes on a rank: of a gated-delta layer's page, and of a token in a layer of attention."""
+    """Returns bytes on a rank: a gated-delta layer's page, and a token in a layer of attention."""
     dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype("bfloat16", "auto", config["mamba_ssm_dtype"])
     heads = [config[f"linear_num_{kind}_heads"] for kind in ("key", "value")]
     widths = [config[f"linear_{kind}_head_dim"] for kind in ("key", "value")]
@@ -29,7 +29,7 @@ def sizes(config: dict[str, Any], tensor: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("name", "tensor"), [("Qwen3.5-4B", 1), ("Qwen3.5-27B", 4), ("Qwen3.6-35B-A3B", 2)])
 def test_a_sequence_of_a_hybrid_model_takes_what_vllm_keeps_for_it(name: str, tensor: int) -> None:
-    """States of its gated-delta layers; and of the other layers, whose pages are as large, half a page without tokens."""
+    """vLLM keeps a state per gated-delta layer; the other layers have pages of that size, half a page empty in the mean."""
     config = published_config(name)
     assert config is not None
     model, text = model_of(config), dict(config.get("text_config", config))

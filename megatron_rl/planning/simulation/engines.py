@@ -120,6 +120,7 @@ class _Engine:
         return ended
 
     def _cached(self, row: int) -> float:
+        """Returns the room that a sequence has in the cache, in tokens."""
         return self.prompt + self.drawn[row] + self.speed.state_tokens
 
     def _make_room(self) -> None:

@@ -33,7 +33,8 @@ class GenerationTime:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One engine. `cache_tokens`: what its KV cache holds, `state_tokens` in each sequence's place (`MemoryPlan`)."""
+    """One engine. `cache_tokens`: what its KV cache holds; `state_tokens`: of them, what each sequence takes beside its own
+    (both as of `MemoryPlan`)."""
 
     model: Model
     rollout: RolloutConfig
@@ -60,9 +61,8 @@ class Decoding:
 
     @cached_property
     def _states(self) -> float:
-        """Bytes of a sequence that every step reads and writes."""
-        dims, attention = self.model.dims, self.model.attention
-        return dims["layers"] * attention.state_bytes(self.rollout.tensor_parallel, 2)
+        """Bytes of a sequence's states, which every decoding step reads and writes."""
+        return self.model.dims["layers"] * self.model.attention.state_bytes(self.rollout.tensor_parallel, 2)
 
     @cached_property
     def _kernels(self) -> int:
@@ -123,11 +123,8 @@ class Decoding:
 
     def places(self, lengths: Lengths) -> float:
         """Sequences that are decoded at a time: what the recipe allows and the cache holds at their mean length under way."""
-        return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / self._taken(lengths)))
-
-    def _taken(self, lengths: Lengths) -> float:
-        """Tokens' room that a sequence takes in the mean while it is under way."""
-        return lengths.prompt + lengths.remaining + self.state_tokens
+        under_way = lengths.prompt + lengths.remaining + self.state_tokens
+        return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / under_way))
 
     def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
         """Responses of the slowest engine, over the mean of all. Engines are given whole groups, as many as they may decode
