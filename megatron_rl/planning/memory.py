@@ -128,7 +128,7 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
 
 
 def state_tokens(model: Model, tensor: int, dtype_bytes: int = 2) -> float:
-    """Returns a sequence's room in an engine's cache beside its keys and values, in tokens whose keys and values take as much."""
+    """Returns a sequence's room in an engine's cache beside its keys and values, in tokens that take as much."""
     attention = model.attention
     layer = attention.state_bytes(tensor, dtype_bytes) + attention.unfilled_bytes(tensor, dtype_bytes)
     return model.dims["layers"] * layer / cache_bytes_per_token(model, tensor, dtype_bytes)
