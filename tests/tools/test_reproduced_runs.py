@@ -77,7 +77,8 @@ def test_every_claim_compares_lines_of_its_sweep(name: str) -> None:
         lines[at] == f"algorithm.surrogate.name={surrogates[label]}" for at, label in (claim.weights or {}).items()
     )
     page = (ROOT / "docs" / "reproduced" / "training.md").read_text()
-    assert f"megatron-rl sweep recipes/cpu/claims/{name}.sweep recipes/cpu/claims/{name}.yaml --seeds " in page
+    by_hand = f"megatron-rl sweep recipes/cpu/claims/{name}.sweep recipes/cpu/claims/{name}.yaml --seeds "
+    assert by_hand in page or f"tools/reproduce.py {name}-runs --seeds " in page
 
 
 def test_a_seed_is_warmed_up_once_and_what_is_done_is_taken_where_its_recipe_is_the_same(
