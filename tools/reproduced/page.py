@@ -39,17 +39,22 @@ def make_page(name: str) -> Page:
 
 def write_page(page: Page, name: str, folder: Path) -> None:
     """`<folder>/<name>.md` and `<folder>/<name>.png`."""
+    write_figure(page.draw, page.size, folder / f"{name}.png")
+    (folder / f"{name}.md").write_text(page.text(name))
+
+
+def write_figure(draw: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
+    """A figure of `size` inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = pyplot.figure(figsize=page.size, layout="constrained")
-    page.draw(figure)
-    figure.savefig(folder / f"{name}.png", dpi=80, metadata={"Software": None})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
-    (folder / f"{name}.md").write_text(page.text(name))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,11 +1,13 @@
-"""Claims about training: real runs of a recipe's sweep over seeds, and what difference its lines make.
+"""Takes the runs of a claim: a sweep over seeds, two runs at a time, and the numbers that its sentences compare.
 
-The lines of a claim differ in rewards and algorithm only, so a seed's warm-up is the same for all of them: the first line's
-run does it, the others start from its weights, and take the same steps, bit for bit, as if each had done it.
+The lines of a claim differ in what comes after the warm-up, but for those that `Trained.warm_up` names: so a seed's warm-up
+is done once, by the first line's run, and the others start from its weights and take the same steps, bit for bit, as if each
+had done it.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import time
@@ -17,11 +19,13 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config, as_tree, changes
 from megatron_rl.launch.job_plan import Task, read_sweep, resolve, sweep
-from megatron_rl.launch.local_sweep import LocalSweep, with_seeds
+from megatron_rl.launch.local_sweep import LocalSweep
 from megatron_rl.report import RunRecord, read_run
-from megatron_rl.report.significance import PairedDifference, paired_difference
+from reproduced.claims import Numbers, Record
+from reproduced.digest import digest, files_behind
 from reproduced.fig4 import draw_weights, weights_table
-from reproduced.page import Page, markdown_table
+from reproduced.gradients import draw_grid, measure_all, tables
+from reproduced.stated import CLAIMS, FIRST, LAST, Measure, Trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,84 +33,105 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "cpu" / "claims"
 RUNS = ROOT  # where the recipes' `run_dir` is
-LAST, ALL = "last", "all"
-Measure = tuple[str, str]
-Results = Mapping[str, Mapping[int, RunRecord]]  # line of the sweep -> seed -> run
+AT_ONCE = 2  # runs; one thread each
+Results = Sequence[Sequence[RunRecord]]  # by line of the sweep and seed
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A paper's claim as a sweep, `recipes/cpu/claims/<name>.sweep` with the recipe beside it.
+class Made:
+    """A claim's runs, recorded; `draw` draws its figure, of `size` inches."""
 
-    Attributes:
-        title: the page's heading.
-        measures: a heading for each metric that is compared, and of which step: `LAST`, or the mean over `ALL`.
-        baselines: line of the sweep that each line is compared with, None: with none.
-        weights: lines whose recorded tokens are drawn as in DGPO's Figure 4, with the paper's names.
-    """
+    record: Record
+    results: Results
+    size: tuple[float, float]
 
-    title: str
-    measures: Mapping[str, Measure]
-    baselines: Sequence[int | None]
-    weights: Mapping[int, str] | None = None
+    def draw(self, figure: Figure, trained: Trained) -> None:
+        if trained.weights:
+            draw_weights(figure, self.drawn(trained))
+        elif trained.checkpoints:
+            draw_grid(figure, self.record.numbers)
+        else:
+            draw_seeds(figure, self.record.numbers, trained.claim.measures)
 
-
-CLAIMS = {
-    "gdpo": Claim(
-        "GDPO: two rewards of unlike size and frequency",
-        {
-            "value's reward": ("eval/held_out/reward/right", LAST),
-            "full stop's reward": ("eval/held_out/reward/marked", LAST),
-        },
-        (None, 0, 0),
-    ),
-    "shrinkage": Claim(
-        "Shrinkage: variance of the gradient",
-        {"variance of the gradient": ("gradient/variance", ALL)},
-        (None, 0, 0, 0),
-    ),
-    "dgpo": Claim(
-        "DGPO: sixteen updates per batch",
-        {
-            "reward of the last batch": ("reward/mean", LAST),
-            "held-out accuracy": ("eval/held_out/avg@4", LAST),
-            "entropy of the last batch": ("actor/entropy", LAST),
-        },
-        (None, *[0] * 6),
-        {1: "GRPO", 4: "GPPO", 0: "DGPO"},
-    ),
-    "awpo": Claim(
-        "AWPO: a judge beside the outcome",
-        {"held-out accuracy": ("eval/held_out/avg@4", LAST), "form": ("eval/held_out/reward/form", LAST)},
-        (None, 0, 1, 1, 0, 4, 0, 6, 2),
-    ),
-}
+    def drawn(self, trained: Trained) -> dict[str, Path]:
+        """The runs of seed 0 whose tokens are drawn, by label."""
+        return {label: self.results[at][0].path for at, label in trained.weights.items()}
 
 
-def train(name: str, seeds: int) -> tuple[Results, float]:
-    """Takes what steps are left of every line with the seeds 0 to `seeds` - 1, one run at a time.
-
-    Returns: the runs by line and seed, and the CPU seconds that this took.
+def make(name: str, seeds: Sequence[int]) -> Made:
+    """Trains what is left to train, and reads the numbers.
 
     Raises:
         SystemExit: a run ended with another exit code than 0, or is of another recipe than today's.
     """
-    recipe, lines = FOLDER / f"{name}.yaml", read_sweep(FOLDER / f"{name}.sweep")
-    tasks = sweep(str(recipe), with_seeds(lines, seeds), [], None, RUNS)
-    results: dict[str, dict[int, RunRecord]] = {line: {} for line in lines}
-    used = _children_seconds()
+    trained, used = CLAIMS[name], _children_seconds()
+    results = train(name, seeds)
+    numbers: Numbers
+    if trained.checkpoints:
+        numbers = measure_all([run.path for run in results[0]], trained.checkpoints, AT_ONCE)
+    else:
+        numbers = {
+            label: numbers_of(runs, trained.measures) for label, runs in zip(trained.lines, results, strict=True)
+        }
+    minutes = (_children_seconds() - used) / 60
+    files = files_behind(ROOT, FOLDER / f"{name}.yaml", FOLDER / f"{name}.sweep")
+    drawn = {label: results[at][0].path for at, label in trained.weights.items()}
+    more = ""
+    if drawn:
+        more = f"Figure 4: tokens of the first recorded batch, seed 0, at the last update on each.\n\n{weights_table(drawn)}"
+    elif trained.checkpoints:
+        more = tables(numbers)
+    made = digest([ROOT / file for file in files])
+    day = time.strftime("%Y-%m-%d")
+    record = Record(numbers, [*seeds], commit(), day, round(minutes, 1), files, made, more)
+    height = 7.0 if drawn else 4.0 if trained.checkpoints else 0.8 + 0.35 * len(trained.lines)
+    return Made(record, results, (11, height))
+
+
+def train(name: str, seeds: Sequence[int]) -> Results:
+    """Takes what steps are left of every line with these seeds. Returns the runs by line and seed."""
+    lines, warm_up = read_sweep(FOLDER / f"{name}.sweep"), CLAIMS[name].warm_up
+    seeded = [f"{line} seed={seed}" for seed in seeds for line in lines]
+    tasks = sweep(str(FOLDER / f"{name}.yaml"), seeded, [], None, RUNS)
+    first = [number for number in range(len(tasks)) if warm_up.get(number % len(lines), 0) == number % len(lines)]
+    _take({_folder(tasks[number]): tasks[number].arguments for number in first}, tasks)
+    rest: dict[Path, Sequence[str]] = {}
     for number, task in enumerate(tasks):
         seed, position = divmod(number, len(lines))
-        first = tasks[seed * len(lines)]
-        arguments = [*task.arguments, *(_warmed_up(first) if position else ())]
-        folder = Path(task.arguments[-1].removeprefix("run_dir="))
-        if _is_done(folder):
-            if changed := other_keys(read_run(folder), resolve("train", task.arguments[1], task.arguments[2:], None)):
-                raise SystemExit(f"{folder} is of another recipe ({', '.join(changed)}): move it away")
-        elif code := LocalSweep({folder.name: arguments}, 1).run():
-            raise SystemExit(f"{folder}: exit code {code}")
-        results[lines[position]][seed] = read_run(folder)
-    return results, _children_seconds() - used
+        if number not in first:
+            begun = _folder(tasks[seed * len(lines) + warm_up.get(position, 0)])
+            rest[_folder(task)] = [*task.arguments, *_warmed_up(begun)]
+    _take(rest, tasks)
+    return [[read_run(_folder(task)) for task in tasks[position :: len(lines)]] for position in range(len(lines))]
+
+
+def _take(arguments: Mapping[Path, Sequence[str]], tasks: Sequence[Task]) -> None:
+    """Takes the runs that are not done yet."""
+    by_folder = {_folder(task): task for task in tasks}
+    left: dict[str, Sequence[str]] = {}
+    for folder, words in arguments.items():
+        if not _is_done(folder):
+            left[folder.name] = words
+            continue
+        task = by_folder[folder].arguments
+        if changed := other_keys(read_run(folder), resolve("train", task[1], task[2:], None)):
+            raise SystemExit(f"{folder} is of another recipe ({', '.join(changed)}): move it away")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    local = LocalSweep(left, AT_ONCE, say=_say)
+    if left and (code := local.run()):
+        raise SystemExit(
+            f"{next(iter(arguments)).parent}: exit code {code} of {', '.join(local.failed) or 'the sweep'}"
+        )
+
+
+def _say(line: str) -> None:
+    """Only which runs start and end."""
+    if line.startswith("---"):
+        print(line, flush=True)
+
+
+def _folder(task: Task) -> Path:
+    return Path(task.arguments[-1].removeprefix("run_dir="))
 
 
 def _children_seconds() -> float:
@@ -118,9 +143,8 @@ def _is_done(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and read_run(folder).is_complete()
 
 
-def _warmed_up(first: Task) -> tuple[str, ...]:
-    """Overrides with which a run starts from the weights that the run `first` warmed up."""
-    folder = first.arguments[-1].removeprefix("run_dir=")
+def _warmed_up(folder: Path) -> tuple[str, ...]:
+    """Overrides with which a run starts from the weights that the run in `folder` warmed up."""
     return "sft.steps=0", "model.create=null", f"model.path='{folder}/checkpoints/step_0'"
 
 
@@ -130,82 +154,33 @@ def other_keys(run: RunRecord, recipe: Config) -> list[str]:
     return [key for key in keys if key != "run_dir" and not key.startswith(("model.", "sft."))]
 
 
-def number_of(run: RunRecord, measure: Measure) -> float:
-    """What of a run is compared."""
-    metric, of = measure
-    values = run.series(metric)[1]
-    return values[-1] if of == LAST else fmean(values)
-
-
-def differences(claim: Claim, results: Results, measure: Measure) -> list[PairedDifference | None]:
-    """Of each line from the one it is compared with, over the seeds that both have."""
-    runs = list(results.values())
-    found: list[PairedDifference | None] = []
-    for own, of in zip(runs, claim.baselines, strict=True):
-        other = runs[of] if of is not None else {}
-        seeds = sorted(own.keys() & other.keys())
-        pairs = [[number_of(each[seed], measure) for seed in seeds] for each in (other, own)]
-        found.append(paired_difference(*pairs) if len(seeds) > 1 else None)
+def numbers_of(runs: Sequence[RunRecord], measures: Mapping[str, Measure]) -> dict[str, list[float]]:
+    """A line's numbers by heading, over the seeds; without those that its method does not have."""
+    found = {}
+    for heading, (metric, of) in measures.items():
+        series = [run.series(metric)[1] for run in runs]
+        if all(series):
+            found[heading] = [_chosen(values, of) for values in series]
     return found
 
 
-def verdict(difference: PairedDifference | None) -> str:
-    """Words for a difference, at 5 %."""
-    if difference is None:
-        return ""
-    if difference.p >= 0.05:
-        return f"no difference shown: {difference}"
-    return f"{'more' if difference.mean > 0 else 'less'}: {difference}"
+def _chosen(values: Sequence[float], of: str) -> float:
+    return values[0] if of == FIRST else values[-1] if of == LAST else fmean(values)
 
 
-def make(name: str, seeds: int) -> Page:
-    """Trains what is left to train, and compares."""
-    claim = CLAIMS[name]
-    results, seconds = train(name, seeds)
-    lines = list(results)
-    blocks = [
-        f"`megatron-rl sweep recipes/cpu/claims/{name}.sweep recipes/cpu/claims/{name}.yaml --seeds {seeds}`, "
-        f"{time.strftime('%Y-%m-%d')}, {_commit()}, {seconds / 60:.0f} CPU minutes in this call. Means over the seeds; the "
-        "difference from the line named last, with an interval of 95 % and p, over seeds (docs/run-folder.md)."
-    ]
-    for heading, measure in claim.measures.items():
-        rows = []
-        for line, difference, of in zip(lines, differences(claim, results, measure), claim.baselines, strict=True):
-            mean = fmean(number_of(run, measure) for run in results[line].values())
-            rows.append([f"`{line}`", mean, verdict(difference), f"`{lines[of]}`" if of is not None else ""])
-        blocks += [f"## {heading[0].upper()}{heading[1:]}", markdown_table(("", "mean", "difference", "from"), rows)]
-
-    drawn = {label: results[lines[at]][0].path for at, label in (claim.weights or {}).items()}
-    if drawn:
-        blocks += [
-            "## Figure 4",
-            "Tokens of the first recorded batch, seed 0, at the last update on each.",
-            weights_table(drawn),
-        ]
-
-    def draw(figure: Figure) -> None:
-        if drawn:
-            draw_weights(figure, drawn)
-        else:
-            draw_seeds(figure, claim, results)
-
-    return Page(claim.title, blocks, draw, (11, 7) if claim.weights else (11, 4))
-
-
-def draw_seeds(figure: Figure, claim: Claim, results: Results) -> None:
+def draw_seeds(figure: Figure, numbers: Numbers, measures: Sequence[str]) -> None:
     """Every seed of every line: a row of points."""
-    panels = figure.subplots(1, len(claim.measures), squeeze=False)[0]
-    for axes, (heading, measure) in zip(panels, claim.measures.items(), strict=True):
-        for position, runs in enumerate(results.values()):
-            values = [number_of(run, measure) for run in runs.values()]
+    panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
+    for axes, heading in zip(panels, measures, strict=True):
+        for position, line in enumerate(numbers.values()):
+            values = line.get(heading, ())
             axes.plot(values, [-position] * len(values), "o", alpha=0.5)
-        axes.set(xlabel=heading, yticks=[-position for position in range(len(results))])
-        axes.set_yticklabels([str(position + 1) for position in range(len(results))])
-        axes.set_ylabel("line of the sweep")
+        axes.set(xlabel=heading, yticks=[-position for position in range(len(numbers))])
+    panels[0].set_yticklabels(list(numbers))
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "not in a repository"
+    return done.stdout.strip() if done.returncode == 0 else "not in a repository"
