@@ -1,7 +1,8 @@
-"""Sums of three digits up to 5, answered at once or with the first two added first, and rewards for value and shortness: for length.yaml.
+"""Sums of three digits up to 5, answered at once or with the first two added first, and rewards for length.yaml.
 
-A prompt is `3+5-4=`; an answer that works says `8=4`, one that does not `4`. Of the demonstrations half work; what they say is
-right, while of those that do not 85 of 100 are wrong by 1 or 2. So a short answer is a worse one until training makes it better.
+A prompt is `3+5-4=`; an answer that works says `8=4`, one that does not `4`. Of the demonstrations half work; what they say
+is right, while of those that do not 85 of 100 are wrong by 1 or 2. So a short answer is a worse one until training makes it
+better.
 """
 
 from __future__ import annotations
