@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,9 @@ from megatron_rl.actor import build, fp8_training, reference
 from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
+from megatron_rl.actor.optimizer_step import forget_gradients, gradient_norm, take_step
 from megatron_rl.actor.packing import MicroBatch, pack, planned
+from megatron_rl.actor.results import LossFunction, Scores, UpdateResult
 from megatron_rl.actor.routing import (
     Pass,
     as_chosen,
@@ -30,7 +30,8 @@ from megatron_rl.actor.routing import (
     layer_routings,
     update_biases,
 )
-from megatron_rl.actor.variance import GradientParts
+from megatron_rl.actor.variance import GradientParts, PartSize, of_parts, sizes_over_ranks
+from megatron_rl.algorithms.diagnostics import GradientVariance
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
@@ -41,7 +42,6 @@ from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
-    clip_gradients,
     return_hidden_states,
     tensors_of,
 )
@@ -54,22 +54,6 @@ from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import Key, local_weights
 from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
-
-# (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
-# minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
-LossFunction = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Metrics]]
-Scores = tuple[Tensor, Tensor | None]  # of a micro-batch: log-probs, and entropies where they are asked for
-
-
-@dataclass
-class UpdateResult:
-    """One optimizer step: the loss's metrics over the whole minibatch, on every rank."""
-
-    metrics: Metrics
-    grad_norm: float
-    learning_rate: float
-    gradient_variance: float | None = None  # where it was measured, of two parts or more
-    gradient_parts: int = 0  # micro-batches that it was measured over
 
 
 class Actor:
@@ -197,7 +181,7 @@ class Actor:
         loss: LossFunction,
         temperature: float,
         with_entropy: bool = False,
-        part_size: Callable[[MicroBatch], float] | None = None,
+        part_size: PartSize | None = None,
         more: bool = False,
         with_metrics: bool = True,
     ) -> UpdateResult:
@@ -206,7 +190,8 @@ class Actor:
         Args:
             more: another update follows, and nothing else reads the weights before: with `actor.overlap` they are
                 gathered in its forward pass.
-            part_size: where given, the gradient's variance is measured; see `GradientParts`.
+            part_size: where given, the gradient's variance is measured; see `actor.variance`. In layouts that split
+                gradients over ranks `loss` is then called twice, and the metrics are the first call's.
             with_metrics: those of `loss` are added over all ranks, which wait; else `expert_load` does not count the update.
 
         Raises:
@@ -218,39 +203,50 @@ class Actor:
             value, metrics = loss(number, log_probs, entropy)
             return value, torch.zeros((), dtype=torch.int), metrics
 
-        with device.megatron():
-            for chunk in self.ddp_chunks:
-                chunk.zero_grad_buffer()
-            self._started_optimizer().zero_grad()
-        gradient_parts = GradientParts(self.ddp_chunks, micro_batches, part_size) if part_size is not None else None
+        variance: GradientVariance | None = None
+        measured: list[Metrics] | None = None
+        gradient_parts: GradientParts | None = None
+        if part_size is not None and self.config.parallel.splits_gradients:
+            variance, measured = self._measured_apart(micro_batches, backward_from, part_size)
+        elif part_size is not None:
+            gradient_parts = GradientParts(self.ddp_chunks, micro_batches, part_size)
+        forget_gradients(self.ddp_chunks, self._started_optimizer())
         with gradient_parts.measuring() if gradient_parts is not None else contextlib.nullcontext():
             collected = self._run(micro_batches, backward_from, forward_only=False, gradient_parts=gradient_parts)
         rate = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with device.megatron():
-            grad_norm = self._step()
-            if self._gathers_later and not more:
+        grad_norm = take_step(self.optimizer, rate, self.optimizer_steps + 1)
+        if self._gathers_later and not more:
+            with device.megatron():
                 for chunk in self.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
         update_biases(self._routings, self.model, self.config.moe.bias_update_rate)
         self.optimizer_steps += 1
         if not with_metrics:  # nor is what its tokens used the experts for
             forget_expert_load(self._routings)
-        variance, count = gradient_parts.result(self.grid, grad_norm) if gradient_parts is not None else (None, 0)
-        return UpdateResult(self.reduce(collected) if with_metrics else Metrics(), grad_norm, rate, variance, count)
+        if gradient_parts is not None:
+            variance = gradient_parts.result(self.grid)
+        metrics = self.reduce(measured or collected) if with_metrics else Metrics()
+        if variance is None:
+            return UpdateResult(metrics, grad_norm, rate)
+        trace = variance.of_sum(grad_norm**2) if variance.count > 1 else None
+        return UpdateResult(metrics, grad_norm, rate, trace, variance.count)
 
-    def _step(self) -> float:
-        found_inf = self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm} at optimizer step {self.optimizer_steps + 1}: a log-prob, a reward or "
-                "a weight is not finite. The weights were not changed; the last checkpoint is good"
-            )
-        clip_gradients(self.optimizer, grad_norm)
-        self.optimizer.step_with_ready_grads()  # `step` would prepare the gradients and take their norm again
-        return grad_norm
+    def _measured_apart(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], part_size: PartSize
+    ) -> tuple[GradientVariance, list[Metrics]]:
+        """The gradient's parts, each in passes of its own, and what `finish` reports in these."""
+        collected = list[Metrics]()
+
+        def squared_norm(part: slice) -> float:
+            forget_gradients(self.ddp_chunks, self._started_optimizer())
+            collected.extend(self._run(micro_batches[part], finish, forward_only=False, first=part.start))
+            return gradient_norm(self.optimizer) ** 2
+
+        in_step = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1  # that the schedule takes
+        sizes = sizes_over_ranks(self.grid, micro_batches, part_size)
+        variance = of_parts(sizes, in_step, squared_norm)
+        forget_expert_load(self._routings)  # the update counts them
+        return variance, collected
 
     def expert_load(self) -> dict[str, float]:
         """How evenly the updates since the last call used the experts, on every rank; {} where the model has none."""
@@ -268,8 +264,10 @@ class Actor:
         finish: Callable[..., Any],
         forward_only: bool,
         gradient_parts: GradientParts | None = None,
+        first: int = 0,
     ) -> list[Any]:
-        """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
+        """Megatron's pipeline schedule over the micro-batches, whose numbers begin at `first`; what `finish` reports, on the
+        last stage."""
         for routing in self._routings:
             routing.reset()
         drops = dropping(self.chunks, not forward_only)
@@ -282,7 +280,7 @@ class Actor:
                 begin_pass(self._seed, self.optimizer_steps, self.grid.dp_rank, self.grid.cp_rank, number)
             return self.forward(model, micro, updates=not forward_only), partial(finish, number, micro)
 
-        iterators = [enumerate(micro_batches) for _ in self.ddp_chunks]
+        iterators = [enumerate(micro_batches, first) for _ in self.ddp_chunks]
         several = len(self.ddp_chunks) > 1
         with device.megatron():
             return get_forward_backward_func()(

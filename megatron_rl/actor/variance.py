@@ -1,8 +1,12 @@
-"""Variance of a minibatch's gradient, measured while it is accumulated (shrinkage paper, Eq. 17-18).
+"""Variance of a minibatch's gradient, from those of its parts (shrinkage paper, Eq. 17-18).
 
-The parts are the micro-batches of all data-parallel ranks. A rank that has several needs one copy of its gradients while it
-measures, to tell a micro-batch's share from what was there before it; a rank that has one needs none. Restricted to layouts
-in which every gradient element lies complete on one rank before the reduction: no pipeline, sequence or expert parallelism.
+Where every gradient element lies complete on one rank before the reduction over data-parallel ranks, the parts are their
+micro-batches, and `GradientParts` measures them while the gradient is accumulated. A rank that has several needs one copy of
+its gradients meanwhile, to tell a micro-batch's share from what was there before it; a rank that has one needs none.
+
+With pipeline, context, sequence or expert parallelism a rank's gradients are shares of sums that only the reduction makes. A
+part is then what all data-parallel ranks have at the same place in their order, and its gradient is computed in passes of its
+own, reduced and measured like an update's: `Actor.update` does so, before the pass that it learns from.
 """
 
 from __future__ import annotations
@@ -19,6 +23,29 @@ from megatron_rl.algorithms.diagnostics import GradientVariance
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import MAIN_GRADIENT, Chunk, before_gradients_are_summed
 
+PartSize = Callable[[MicroBatch], float]
+"""How much of the minibatch a micro-batch is: its rollouts, or its tokens under a token mean."""
+
+
+def sizes_over_ranks(grid: ProcessGrid, micro_batches: Sequence[MicroBatch], size: PartSize) -> list[float]:
+    """The size of each part that all data-parallel ranks compute together, on every rank."""
+    gathered = grid.all_gather(
+        (grid.dp_rank, [size(micro) if micro.targets.numel() else 0.0 for micro in micro_batches])
+    )
+    by_replica = dict(gathered)  # its ranks have the same micro-batches
+    return [sum(sizes) for sizes in zip(*by_replica.values(), strict=True)]
+
+
+def of_parts(sizes: Sequence[float], count: int, squared_norm: Callable[[slice], float]) -> GradientVariance:
+    """Measures parts of `count` micro-batches each, whose sizes are given; `squared_norm`: of a part's gradient."""
+    variance = GradientVariance()
+    for begin in range(0, len(sizes), count):
+        part = slice(begin, begin + count)
+        square = squared_norm(part)
+        if size := sum(sizes[part]):
+            variance.add(square, size)
+    return variance
+
 
 class GradientParts:
     """Squared norms of the micro-batches' gradients on this rank; one object per optimizer step.
@@ -26,12 +53,10 @@ class GradientParts:
     Args:
         ddp_chunks: Megatron's `DistributedDataParallel` modules.
         micro_batches: in the order in which they will be run.
-        size: how much of the minibatch a micro-batch is: its rollouts, or its tokens under a token mean.
+        size: of each.
     """
 
-    def __init__(
-        self, ddp_chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], size: Callable[[MicroBatch], float]
-    ) -> None:
+    def __init__(self, ddp_chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], size: PartSize) -> None:
         self._config = ddp_chunks[0].config
         self._parameters = [
             parameter
@@ -71,12 +96,8 @@ class GradientParts:
             for old, gradient in zip(self._before, gradients, strict=True):
                 old.copy_(gradient)
 
-    def result(self, grid: ProcessGrid, grad_norm: float) -> tuple[float | None, int]:
-        """Over all ranks: trace of the covariance of the minibatch's gradient (None with one part), and the parts.
-
-        Args:
-            grad_norm: norm of the minibatch's gradient, before clipping.
-        """
+    def result(self, grid: ProcessGrid) -> GradientVariance:
+        """The parts of all ranks, on every rank."""
         variance = GradientVariance()
         gathered = grid.all_gather((grid.dp_rank, self._sizes, self._squares))
         for dp_rank in range(grid.dp):
@@ -84,4 +105,4 @@ class GradientParts:
             for index, size in enumerate(shards[0][0]):
                 if size:
                     variance.add(sum(squares[index] for _, squares in shards), size)
-        return (variance.of_sum(grad_norm**2) if variance.count > 1 else None), variance.count
+        return variance

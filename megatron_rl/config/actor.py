@@ -43,6 +43,11 @@ class ParallelConfig(Section):
     )
     sequence: bool = key(False, "sequence parallelism; needs `tensor` > 1")
 
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether a micro-batch's gradient is whole on no rank before the reduction over ranks."""
+        return self.sequence or max(self.pipeline, self.context, self.expert, self.expert_tensor) > 1
+
 
 @dataclass
 class OptimizerConfig(Section):

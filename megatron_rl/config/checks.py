@@ -240,17 +240,21 @@ def _check_batch(config: Config, world: int) -> Iterator[str]:
 def _check_gradient_variance(config: Config, world: int) -> Iterator[str]:
     if not config.logging.gradient_variance_every:
         return
-    parallel, trainer, rollout = config.actor.parallel, config.trainer, config.rollout
+    trainer, rollout = config.trainer, config.rollout
     key = "`logging.gradient_variance_every`"
-    off = {name: getattr(parallel, name) > 1 for name in ("pipeline", "context", "expert", "expert_tensor")}
-    for name in (name for name, is_on in (off | {"sequence": parallel.sequence}).items() if is_on):
-        yield f"{key} cannot measure with actor.parallel.{name}={getattr(parallel, name)}; set it to 0, or {name} off"
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     tokens = trainer.prompts_per_step // trainer.minibatches * rollout.group_size * longest
-    if world // parallel.tensor == 1 and tokens <= config.actor.tokens_per_microbatch:
+    parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
+    replicas = max(1, world // (parallel.tensor * parallel.pipeline * parallel.context))
+    # A part of the gradient: a micro-batch; in layouts that split gradients what all replicas have at the same place.
+    together = (
+        replicas * (parallel.pipeline if parallel.virtual_pipeline > 1 else 1) if parallel.splits_gradients else 1
+    )
+    if (replicas == 1 or together > 1) and tokens <= budget * together:
+        whose = f"{together} that are one part of the gradient" if together > 1 else "one"
         yield (
-            f"{key} compares micro-batches, and a whole minibatch of at most {tokens} tokens fits one; lower "
-            f"`actor.tokens_per_microbatch` ({config.actor.tokens_per_microbatch}) so that there are several"
+            f"{key} compares micro-batches, and a whole minibatch of at most {tokens} tokens fits {whose}; lower "
+            f"`actor.tokens_per_microbatch` ({budget}) so that there are several"
         )
 
 

@@ -289,7 +289,8 @@ class LoggingConfig(Section):
     gradient_variance_every: StepsOrNone = key(
         0,
         "steps between measurements of the gradient's variance over micro-batches; 0: none. Needs several "
-        "micro-batches or data-parallel ranks; not with pipeline, expert or sequence parallelism",
+        "micro-batches, or data-parallel ranks without pipeline, context, expert and sequence parallelism, with which the "
+        "measured update computes its gradient twice",
     )
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.actor.actor import Actor, LossFunction
+from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.actor.results import LossFunction
 from megatron_rl.algorithms import (
     Algorithm,
     Denominators,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch, TrainBatch
 from megatron_rl.models.rope import scaled
+from megatron_rl.trainer.minibatch import minibatches
 from megatron_rl.weights.create import create_model
 from tests.models import seeing, tiny
 
@@ -55,6 +58,7 @@ class Layout:
     variant: str = ""  # the model is this one of `tiny`
     deepstack: bool = False  # a model that reads images, whose tower feeds the decoder's first layers too
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
+    measured: bool = False  # the variance of the first update's gradient
 
     @property
     def model(self) -> str:
@@ -193,7 +197,17 @@ def run_layouts(root: str, layouts: list[Layout]) -> None:
             torch.save(result, Path(root) / f"{layout.name}.pt")
 
 
-def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
+def measure_alone(root: str, layouts: list[Layout]) -> None:
+    """The variance that one process finds over the parts of a layout's gradient: `<name> measured alone.pt`."""
+    for layout in layouts:
+        parts = {mode: result["parts"] for mode, result in torch.load(Path(root) / f"{layout.name}.pt").items()}
+        alone = replace(
+            layout, tensor=1, pipeline=1, virtual=1, context=1, sequence=False, expert=1, expert_tensor=1, actor={}
+        )
+        torch.save(_run(Path(root), alone, parts), Path(root) / f"{layout.name} measured alone.pt")
+
+
+def _run(root: Path, layout: Layout, parts: dict[str, list[list[int]]] | None = None) -> dict[str, Any] | None:
     from megatron.core import parallel_state
 
     from megatron_rl.runtime import distributed
@@ -222,13 +236,15 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
     folder = root / layout.model
     actor = Actor(config, grid, folder)
-    result = {mode: _updates(config, actor, folder, mode, layout) for mode in layout.modes}
+    result = {mode: _updates(config, actor, folder, mode, layout, (parts or {}).get(mode)) for mode in layout.modes}
     parallel_state.destroy_model_parallel()
     return result if grid.is_main else None
 
 
-def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layout) -> dict[str, Any]:
-    """Two optimizer steps from the folder's weights, by the trainer's own update."""
+def _updates(
+    config: Config, actor: Actor, folder: Path, mode: str, layout: Layout, parts: list[list[int]] | None
+) -> dict[str, Any]:
+    """Two optimizer steps from the folder's weights, by the trainer's own update; `parts`: the first's micro-batches."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.trainer.learner import Learner
@@ -244,9 +260,32 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
         batch.sequences.loss_mask[3][-1] = False
         for per_token in (batch.rollout_logprobs, batch.advantages):
             per_token[3] = per_token[3][:-1]
-    metrics = Learner(config, actor, algorithm, StepTimer()).update(batch, None)
+    learner = Learner(config, actor, algorithm, StepTimer())
+    first = minibatches(batch.group, config.trainer.minibatches)[0]
+    with mock.patch.object(actor, "shares", _first_as(actor.shares, first, parts)):
+        found = _parts(actor, batch.sequences.lengths, first)
+        metrics = learner.update(batch, None, measure_variance=layout.measured)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
-    return {"metrics": metrics, "weights": weights}
+    variance = {name: metrics.pop(name) for name in [*metrics] if name.startswith("gradient/")}
+    return {"metrics": metrics, "weights": weights, "variance": variance, "parts": found}
+
+
+def _parts(actor: Actor, lengths: Sequence[int], rows: Sequence[int]) -> list[list[int]]:
+    """Rows of the parts that a minibatch's gradient is measured in, where ranks have shares of it only."""
+    by_place = [list(itertools.chain(*micros)) for micros in zip(*actor.shares(lengths, rows), strict=True)]
+    count = actor.grid.pp if actor.config.parallel.virtual_pipeline > 1 else 1
+    return [list(itertools.chain(*by_place[at : at + count])) for at in range(0, len(by_place), count)]
+
+
+def _first_as(
+    shares: Callable[..., list[list[list[int]]]], first: Sequence[int], parts: list[list[int]] | None
+) -> Callable[..., list[list[list[int]]]]:
+    """Shares whose micro-batches of the rows `first` are `parts`, where there are any."""
+
+    def changed(lengths: Sequence[int], rows: Sequence[int]) -> list[list[list[int]]]:
+        return [parts] if parts is not None and list(rows) == list(first) else shares(lengths, rows)
+
+    return changed
 
 
 def distance(own: Tensor, want: Tensor) -> float:

@@ -7,6 +7,7 @@ of a weight is there proportional to its gradient, so comparing changes compares
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rl.weights.files import SafetensorsFolder
 from megatron_rl.weights.stacked import opened
 from tests.tolerance import GATED_DELTA, RELATIVE, differing
 
-from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, one_of_each_family, run_layouts
+from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, measure_alone, one_of_each_family, run_layouts
 from .processes import spawn
 
 CORRECTED = {
@@ -133,6 +134,13 @@ for variant, mixture in one_of_each_family().items():
         TWO.append(Layout(f"TP 2 {variant}", variant=variant, tensor=2))
     elif variant != "gpt_oss":  # whose experts have biases: refused
         TWO.append(Layout(f"ETP 2 {variant}", variant=variant, expert_tensor=2))
+# Ranks have shares of its gradient only, of which a micro-batch's variance is measured in passes of its own.
+SPLIT = {
+    *("TP 2 sequence tied", "EP 2", "DP 2 ETP 2", "CP 2", "PP 2 tied", "PP 2 virtual 3", "TP 2 EP 2 replayed"),
+    *("TP 2 sequence PP 2 virtual 3 tied", "PP 2 CP 2 EP 2", "TP 2 PP 2 EP 2 latents"),
+}
+TWO, FOUR = ([replace(layout, measured=layout.name in SPLIT) for layout in layouts] for layouts in (TWO, FOUR))
+MEASURED = [layout for layout in TWO + FOUR if layout.measured]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +151,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spawn(run_layouts, 1, str(root), ALONE + ONE)
     spawn(run_layouts, 2, str(root), TWO)
     spawn(run_layouts, 4, str(root), FOUR)
+    spawn(measure_alone, 1, str(root), MEASURED)
     return root
 
 
@@ -183,6 +192,21 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
             own = result["weights"][name]
             assert distance(own, weight) < RELATIVE, f"{mode}: {name}"
             assert distance(own - start[name], weight - start[name]) < RELATIVE, f"{mode}: the change of {name}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", MEASURED, ids=lambda layout: layout.name)
+def test_a_layout_measures_the_variance_that_one_process_measures(root: Path, layout: Layout) -> None:
+    """Over the same parts, whose gradients the one process measures while it accumulates them; the test above shows that
+    what a measured update learns is what others learn."""
+    assert {layout.name for layout in MEASURED} == SPLIT
+    wanted = _load(root, f"{layout.name} measured alone")
+    for mode, result in _load(root, layout.name).items():
+        found, want = result["variance"], wanted[mode]["variance"]
+        assert found["gradient/parts"] == want["gradient/parts"] == len(result["parts"]) > 1
+        for name in ("gradient/variance", "gradient/variance_share"):
+            assert found[name] > 0
+            assert found[name] == pytest.approx(want[name], rel=RELATIVE), (mode, name)
 
 
 @pytest.mark.ranks

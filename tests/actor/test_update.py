@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.actor import actor as actor_module
 from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.optimizer_step import take_step
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.runtime import device
 from megatron_rl.seams import megatron
@@ -71,20 +73,23 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @each_kind
 def test_a_step_is_megatrons_with_one_pass_over_the_gradients(root: Path, kind: Layout) -> None:
-    def megatrons(self: Actor) -> float:
-        success, norm, _ = self.optimizer.step()  # type: ignore[attr-defined]
+    def megatrons(optimizer: megatron.Optimizer, rate: float, number: int) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with device.megatron():
+            success, norm, _ = optimizer.step()  # type: ignore[attr-defined]
         assert success
         return float(norm)
 
     results = []
-    for step in (Actor._step, megatrons):
+    for step in (take_step, megatrons):
         actor = ranks.make_actor(root, kind)
         actor.optimizer_config.clip_grad = 0.01
         for part in megatron.optimizer_parts(actor.optimizer):
             part.config.clip_grad = 0.01  # in force
         prepare = mock.Mock(side_effect=actor.optimizer.prepare_grads)
         actor.optimizer.prepare_grads = prepare
-        with mock.patch.object(Actor, "_step", step):
+        with mock.patch.object(actor_module, "take_step", step):
             results.append(learned(actor))
         assert prepare.call_count == 2, "one per optimizer step"
         ranks.close()

@@ -13,12 +13,20 @@ ON = "logging.gradient_variance_every=1"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.parallel.pipeline=2"], r"cannot measure with actor.parallel.pipeline=2"),
-        (
-            ["actor.parallel.tensor=2", "actor.parallel.sequence=true"],
-            r"cannot measure with actor.parallel.sequence=True",
-        ),
         (["trainer.prompts_per_step=4"], r"at most 2560 tokens fits one; lower `actor.tokens_per_microbatch` \(8192\)"),
+        (
+            ["trainer.prompts_per_step=4", "launch.processes=2", "actor.parallel.pipeline=2"],
+            r"at most 2560 tokens fits one; lower",
+        ),
+        (
+            [
+                "trainer.prompts_per_step=16",
+                "launch.processes=4",
+                "actor.parallel.tensor=2",
+                "actor.parallel.sequence=true",
+            ],
+            r"tokens fits 2 that are one part of the gradient; lower",
+        ),
     ],
 )
 def test_refused(recipe, overrides: list[str], message: str) -> None:

@@ -61,7 +61,8 @@ def test_few_imports_stand_in_functions() -> None:
 
 
 def test_the_docs_can_be_read() -> None:
-    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    """Without what `tools/reproduce.py` writes: tables."""
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md") if path not in REPRODUCED)
     words = sum(any(letter.isalnum() for letter in word) for text in pages for word in text.split())
     assert words <= DOCS_WORDS, words
 

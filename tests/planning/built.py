@@ -10,12 +10,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from megatron_rl.actor import actor as actor_module
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.build import DTYPES
+from megatron_rl.actor.optimizer_step import take_step
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.checkpoint.snapshot import Snapshotter
 from megatron_rl.config.schema import Config
@@ -24,7 +27,7 @@ from megatron_rl.models import model_of
 from megatron_rl.planning import exact
 from megatron_rl.planning.dummy_inputs import Zeros
 from megatron_rl.runtime import distributed
-from megatron_rl.seams.megatron import routers
+from megatron_rl.seams.megatron import Optimizer, routers
 from megatron_rl.seams.torch_meta import StorageCounter
 
 
@@ -66,18 +69,18 @@ def _tracked(config: Config, actor: Actor, memory: StorageCounter, count: int) -
     sequences = count * actor.grid.dp * config.actor.tokens_per_microbatch // (prompt + response)
     words = np.random.default_rng(0).integers(0, 500, (sequences, prompt + response))
     batch = TokenBatch.continuations((row[:prompt], row[prompt:]) for row in words)
-    peaks, step = list[int](), actor._step
+    peaks = list[int]()
 
-    def stepped() -> float:
+    def stepped(optimizer: Optimizer, rate: float, number: int) -> float:
         peaks.append(memory.peak)
-        return step()
+        return take_step(optimizer, rate, number)
 
-    actor._step = stepped  # type: ignore[method-assign]
     micro_batches = actor.micro_batches(batch)
     assert len(micro_batches) == count
     before = memory.restart()
     actor.log_probs(micro_batches, temperature=1.0)
     forward = memory.peak - before
     before = memory.restart()
-    actor.update(micro_batches, lambda number, log_probs, _: (-log_probs.mean(), Metrics()), temperature=1.0)
+    with mock.patch.object(actor_module, "take_step", stepped):
+        actor.update(micro_batches, lambda number, log_probs, _: (-log_probs.mean(), Metrics()), temperature=1.0)
     return {"forward_bytes": forward, "update_bytes": peaks[0] - before}
