@@ -290,6 +290,8 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
         yield f"the model's {error}; lower {keys}"
     refused = list(model.attention.problems(parallel.tensor, "actor.parallel.tensor"))
     yield from refused or dict.fromkeys(uncuttable(model, parallel))
+    if isinstance(model.attention, GatedDelta):
+        yield from model.attention.context_problems(parallel.tensor, parallel.context)
     yield from model.attention.engine_problems(rollout.tensor_parallel, "rollout.tensor_parallel")
     experts = model.expert_count
     yield from check_rollout_model(rollout, model)

@@ -175,13 +175,18 @@ class GatedDelta:
         delta = (self.dims["gd_mixed"] + 2 * self.dims["gd_value"] + 2 * self.value_heads) / tensor
         return self._mean(self.full.sent_numbers(tensor), delta)
 
-    def _delta_problems(self, tensor: int, key: str) -> Iterator[str]:
+    def _delta_problems(self, ranks: int, key: str) -> Iterator[str]:
         for what, field, count in (
             ("gated-delta key heads", "linear_num_key_heads", self.key_heads),
             ("gated-delta value heads", "linear_num_value_heads", self.value_heads),
         ):
-            if count % tensor:
-                yield f"the model's {what} ({count}) must be a multiple of `{key}` ({tensor}): {field} in its config.json"
+            if count % ranks:
+                yield f"the model's {what} ({count}) must be a multiple of `{key}` ({ranks}): {field} in its config.json"
+
+    def context_problems(self, tensor: int, context: int) -> Iterator[str]:
+        """Context-parallel ranks have whole sequences of some heads in a gated-delta layer."""
+        if not [*self._delta_problems(tensor, "")]:
+            yield from self._delta_problems(tensor * context, "actor.parallel.tensor` x `context")
 
     def problems(self, tensor: int, key: str) -> Iterator[str]:
         yield from self.full.problems(tensor, key)

@@ -178,6 +178,18 @@ def test_what_sinks_and_stacked_experts_rule_out(recipe, model: Path, override: 
     assert any(message in problem for problem in problems(recipe(*whole, override)))
 
 
+def test_heads_of_gated_delta_layers_are_cut_by_tensor_and_context_parallelism(recipe, model: Path) -> None:
+    """Qwen3.5-0.8B has 16 of them. Found by number 100019 of tests/random_layouts."""
+    (model / "config.json").write_text(json.dumps(published_config("Qwen3.5-0.8B") | {"linear_num_key_heads": 2}))
+    cut = ("model.path=model", "actor.parallel.tensor=2", "actor.parallel.sequence=true", "launch.processes=4")
+    cut += ("actor.optimizer.distributed=true",)
+    message = "key heads (2) must be a multiple of `actor.parallel.tensor` x `context` (4): linear_num_key_heads"
+    assert [message in problem for problem in problems(recipe(*cut, "actor.parallel.context=2"))].count(True) == 1
+    assert not any("heads" in problem for problem in problems(recipe(*cut)))
+    three = ("model.path=model", "actor.parallel.tensor=4", "actor.parallel.sequence=true")
+    assert not any("context" in problem for problem in problems(recipe(*three)))
+
+
 def test_what_a_folder_of_which_only_the_language_model_is_read_rules_out(recipe, model: Path) -> None:
     text = published_config("Qwen3.5-35B-A3B")
     whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}

@@ -1,5 +1,6 @@
 """`python -m tests.random_layouts 37 cut.tensor=1`: one case, or what is left of it; one that fails is made smaller.
 
+`--count 1000`: so many from that number on, those of a world in the same processes; which fail, and why.
 `--refused`: what the recipe's checks say against draws, by family.
 """
 
@@ -9,15 +10,21 @@ import argparse
 import os
 import re
 import sys
+import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # as tests/conftest.py
 
 import numpy as np
 
 from .draw import DIVISIONS, FAMILIES, IMPOSSIBLE, attempt, command, draw, overridden, refusals
-from .prove import prove_one, shrunk
+from .prove import prove, prove_one, shrunk
+
+LOT = 40  # cases that share worlds
 
 
 def main() -> int:
@@ -25,12 +32,15 @@ def main() -> int:
     parser.add_argument("number", type=int, nargs="?", default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--fault", default="", help="one of tests/random_layouts/faults.py, put into the ranks")
+    parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--refused", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.refused:
         print_refusals()
         return 0
+    if args.count:
+        return prove_many(range(args.number, args.number + args.count))
     case = overridden(draw(args.number), dict(text.split("=", 1) for text in args.overrides))
     print(case)
     if refused := refusals(case):
@@ -44,6 +54,25 @@ def main() -> int:
     if not args.overrides:
         print("\nsmaller, it fails with:", command(shrunk(case, lambda step: prove_one(step, args.fault))))
     return 1
+
+
+def prove_many(numbers: Sequence[int]) -> int:
+    """Draws lot by lot: worlds are started once for each. Returns 1 where one fails."""
+    begin, failed = time.perf_counter(), 0
+    for at in range(0, len(numbers), LOT):
+        lot = [draw(number) for number in numbers[at : at + LOT]]
+        with TemporaryDirectory() as root:
+            try:
+                found = prove(lot, Path(root))
+            except Exception:  # a rank's error ends its world: whose it is, each alone says
+                found = {case.number: prove_one(case) for case in lot}
+        for number, differences in found.items():
+            if differences:
+                failed += 1
+                print(number, *differences, sep="\n  ", flush=True)
+        seconds = time.perf_counter() - begin
+        print(f"{at + len(lot)} draws, {failed} failed, {seconds:.0f} s", flush=True)
+    return int(failed > 0)
 
 
 def print_refusals(draws: int = 40) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -180,7 +181,10 @@ def draw_seeds(figure: Figure, numbers: Numbers, measures: Sequence[str]) -> Non
 
 
 def commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else "not in a repository"
+    """The commit of the code, and whether code or recipes have been changed since: not the pages, which this writes."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    head = git(["git", "log", "-1", "--format=%h"])
+    changed = git(["git", "status", "--porcelain", "--", "megatron_rl", "recipes", "tools"])
+    if head.returncode:
+        return "not in a repository"
+    return head.stdout.strip() + ("-dirty" if changed.stdout else "")
