@@ -185,7 +185,7 @@ def test_heads_of_gated_delta_layers_are_cut_by_tensor_and_context_parallelism(r
     cut += ("actor.optimizer.distributed=true",)
     message = "key heads (2) must be a multiple of `actor.parallel.tensor` x `context` (4): linear_num_key_heads"
     assert [message in problem for problem in problems(recipe(*cut, "actor.parallel.context=2"))].count(True) == 1
-    assert not any("heads" in problem for problem in problems(recipe(*cut)))
+    check(recipe(*cut), machine=CPU)
     three = ("model.path=model", "actor.parallel.tensor=4", "actor.parallel.sequence=true")
     assert not any("context" in problem for problem in problems(recipe(*three)))
 
