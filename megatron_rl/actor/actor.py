@@ -21,7 +21,6 @@ from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
 from megatron_rl.actor.optimizer_step import forget_gradients, gradient_norm, take_step
 from megatron_rl.actor.packing import MicroBatch, pack, planned
-from megatron_rl.actor.results import LossFunction, Scores, UpdateResult
 from megatron_rl.actor.routing import (
     Pass,
     as_chosen,
@@ -30,6 +29,7 @@ from megatron_rl.actor.routing import (
     layer_routings,
     update_biases,
 )
+from megatron_rl.actor.update_result import LossFunction, Scores, UpdateResult
 from megatron_rl.actor.variance import GradientParts, PartSize, of_parts, sizes_over_ranks
 from megatron_rl.algorithms.diagnostics import GradientVariance
 from megatron_rl.algorithms.metrics import Metrics

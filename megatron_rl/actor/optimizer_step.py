@@ -10,7 +10,7 @@ from megatron_rl.seams.megatron import Chunk, Optimizer, clip_gradients
 
 
 def forget_gradients(ddp_chunks: Sequence[Chunk], optimizer: Optimizer) -> None:
-    """Before the passes of an update."""
+    """Zeroes them, before the passes of an update."""
     with device.megatron():
         for chunk in ddp_chunks:
             chunk.zero_grad_buffer()
@@ -18,7 +18,7 @@ def forget_gradients(ddp_chunks: Sequence[Chunk], optimizer: Optimizer) -> None:
 
 
 def gradient_norm(optimizer: Optimizer) -> float:
-    """The norm over all ranks of gradients that are complete; not finite where some of them are not."""
+    """Takes the norm over all ranks of gradients that are complete; it is not finite where some of them are not."""
     with device.megatron():
         found_inf = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())

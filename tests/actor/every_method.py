@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.actor.results import LossFunction
+from megatron_rl.actor.update_result import LossFunction
 from megatron_rl.algorithms import (
     Algorithm,
     Denominators,

@@ -59,6 +59,7 @@ PUBLISHED = {
     "Qwen3-1.7B": 1_720_574_976,
     # The language model, as transformers builds it from these sizes.
     "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-2B": 1_881_825_088,
     "Qwen3.5-4B": 4_205_751_296,
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-27B": 26_895_998_464,

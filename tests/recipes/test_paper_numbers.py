@@ -163,6 +163,13 @@ PAPERS = {
     "shrinkage/gsm8k.yaml": shrinkage(64, 4, 1, 2048, 0.2, 0.7, 100, lr=1e-6, validation=0.5, samples=10, steps=500),
     "shrinkage/geometry3k-3b.yaml": GEOMETRY3K,
     "shrinkage/geometry3k-7b.yaml": GEOMETRY3K,
+    "shrinkage/semantic-7b.yaml": {  # appendices B.2 and C.2: 20 batches of 64 questions, 4 rollouts each
+        "algorithm.estimator.name": "shrinkage",
+        "rollout.group_size": 4,
+        "trainer.prompts_per_step": 64,
+        "trainer.minibatches": 1,
+        "trainer.steps": 20,
+    },
     "shrinkage/rlhf.yaml": {  # section 4.4: one epoch of 179k prompts; the rest from the OpenRLHF script that it names
         "algorithm.estimator.name": "shrinkage",
         "actor.optimizer.lr": 5e-7,

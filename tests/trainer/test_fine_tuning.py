@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.actor.results import UpdateResult
+from megatron_rl.actor.update_result import UpdateResult
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.model import CreateModelConfig, ModelConfig
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
