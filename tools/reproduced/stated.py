@@ -213,6 +213,17 @@ CLAIMS = {
                     for count in COUNTS
                 ),
                 *(
+                    Statement(
+                        f"after RL, 4 rollouts: {baseline}'s {measure} is larger",
+                        Side(_at(30, f"{baseline}, 4 rollouts"), measure),
+                        Side(_at(30, "shrinkage, 4 rollouts"), measure),
+                        MORE,
+                        source,
+                    )
+                    for measure, source in ((ERROR, "Fig. 9"), (DISTANCE, "Fig. 10"))
+                    for baseline in ("REINFORCE++ (batch mean)", "ReMax")
+                ),
+                *(
                     _compares(
                         f"Less is gained with {more} rollouts than with {fewer}",
                         _at(0, f"shrinkage, {fewer} rollouts"),
@@ -233,6 +244,14 @@ CLAIMS = {
                         "Fig. 12",
                     )
                     for kind in KINDS
+                ),
+                _compares(
+                    "sums: closer with lambda 0.4 than with 1",
+                    _at(0, grid_line("sums", 1.0)),
+                    _at(0, grid_line("sums", 0.4)),
+                    DISTANCE,
+                    MORE,
+                    "Fig. 12",
                 ),
                 *(
                     _compares(
@@ -264,10 +283,10 @@ CLAIMS = {
         "SFT, then RL",
         "GRPO from the fine-tuned model goes beyond what fine-tuning gives.",
         _HELD_OUT,
-        ("SFT, then GRPO", "SFT, then GRPO on rewards of 0", "SFT for twice as long"),
+        ("SFT, then GRPO", "SFT, then GRPO on rewards of 0", "twice the SFT, then GRPO"),
         (
             _learns("GRPO adds to SFT", 0, ACCURACY, BEFORE, "AWPO, Tables 2, 3"),
-            Statement("More than SFT for twice as long", Side(0, ACCURACY), Side(2, BEFORE), MORE, "AWPO, Tables 2, 3"),
+            Statement("It gives more than SFT for twice as long", Side(0, ACCURACY), Side(2, BEFORE), MORE, "AWPO, Tables 2, 3"),
             Statement("On rewards of 0: adds nothing", Side(1, ACCURACY), Side(1, BEFORE), NOT_MORE, CONTROL),
         ),
         warm_up={2: 2},
