@@ -286,7 +286,9 @@ CLAIMS = {
         ("SFT, then GRPO", "SFT, then GRPO on rewards of 0", "twice the SFT, then GRPO"),
         (
             _learns("GRPO adds to SFT", 0, ACCURACY, BEFORE, "AWPO, Tables 2, 3"),
-            Statement("It gives more than SFT for twice as long", Side(0, ACCURACY), Side(2, BEFORE), MORE, "AWPO, Tables 2, 3"),
+            Statement(
+                "It gives more than twice the SFT", Side(0, ACCURACY), Side(2, BEFORE), MORE, "AWPO, Tables 2, 3"
+            ),
             Statement("On rewards of 0: adds nothing", Side(1, ACCURACY), Side(1, BEFORE), NOT_MORE, CONTROL),
         ),
         warm_up={2: 2},
