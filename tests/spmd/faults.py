@@ -1,0 +1,30 @@
+"""Faults that the types must see: a gradient that tensor-parallel ranks have shares of, and nobody sums any more."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from unittest import mock
+
+from torch import Tensor
+
+from megatron_rl.actor import actor
+from megatron_rl.seams.megatron_gated_delta import GatedDeltaLayer
+
+_FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name
+
+
+def _as_it_is(value: Tensor, *_: object, **__: object) -> Tensor:
+    return value
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "": contextlib.nullcontext,
+    # Norms' and biases', with sequence parallelism; those of norms of heads also without.
+    "norms": lambda: mock.patch.object(_FINALIZE, "_allreduce_non_tensor_model_parallel_grads"),
+    # Megatron-LM #7452, finding 11: of the norm behind a gated-delta layer, without sequence parallelism.
+    "gated norm": lambda: mock.patch.object(GatedDeltaLayer, "_summed", lambda self, gradient: gradient),
+    # Of the hidden states that the head takes: each rank's rows of the vocabulary give a share.
+    "head": lambda: mock.patch.object(actor, "copy_to_region", _as_it_is),
+}

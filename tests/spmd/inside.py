@@ -1,0 +1,192 @@
+"""The actor's forward and backward pass under the types of `spmd_types`, which tell what tensor-parallel ranks have of a
+tensor: the same, with the same gradient (I); the same, with shares of a gradient that are still to be summed (R); parts of it
+(V); or shares of a sum (P).
+
+What a parameter is, the optimizer step says: its gradient is summed over the ranks (R), is not (I), or the ranks have parts
+(V). Whatever mixes them wrongly leaves a gradient that nobody sums, or one that is summed twice, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import spmd_types as spmd
+import torch
+from megatron.core import utils
+from megatron.core.tensor_parallel import layers, mappings
+from spmd_types import rules
+from spmd_types.checker import typecheck
+from torch import Tensor
+
+from megatron_rl.actor import head
+from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.schema import Config
+from megatron_rl.runtime import device, distributed
+from tests.actor.layouts import make_batch
+
+from .faults import FAULTS
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant of `tests.models.tiny` over two tensor-parallel ranks; `fault`: one of `FAULTS`."""
+
+    variant: str
+    sequence: bool
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}{', sequence' * self.sequence}{f', {self.fault}' if self.fault else ''}"
+
+
+def run(root: str, cases: Sequence[Case]) -> None:
+    """One rank of every case in turn: `<name>.txt` has what is refused, nothing where nothing is."""
+    from megatron.core import parallel_state
+
+    declare()
+    for case in cases:
+        found = _refused(Path(root), case)
+        if torch.distributed.get_rank() == 0:
+            (Path(root) / f"{case.name}.txt").write_text(found)
+        parallel_state.destroy_model_parallel()
+
+
+def _refused(root: Path, case: Case) -> str:
+    config = Config(run_dir=str(root / "run"))
+    config.model.dtype = "float32"
+    config.actor.parallel = ParallelConfig(tensor=2, sequence=case.sequence)
+    config.actor.tokens_per_microbatch = 96
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
+    with FAULTS[case.fault]():
+        actor = Actor(config, grid, root / case.variant)
+        types = parameter_types(actor)
+        micro = actor.micro_batches(make_batch().sequences)[0]
+        try:
+            _learn(actor, micro, types)
+        except spmd.SpmdTypeError as error:
+            return str(error)
+    return ""
+
+
+def parameter_types(actor: Actor) -> dict[Tensor, object]:
+    """V: the ranks have parts; R: the optimizer step sums the gradient over them; I: it does not. Not by any mark: by what
+    becomes of gradients that tell the ranks apart."""
+    parameters = [parameter for chunk in actor.ddp_chunks for parameter in chunk.parameters()]
+    for chunk in actor.ddp_chunks:
+        chunk.zero_grad_buffer()
+    with device.megatron():
+        sum((parameter * (actor.grid.tp_rank + 1.0)).sum() for parameter in parameters).backward()
+        actor.ddp_chunks[0].config.finalize_model_grads_func(actor.ddp_chunks, None)
+    types: dict[Tensor, object] = {}
+    for parameter in parameters:
+        summed = bool((parameter.main_grad == 3).all())
+        types[parameter] = spmd.R if summed else spmd.V if is_cut(parameter, actor) else spmd.I
+    return types
+
+
+def is_cut(parameter: Tensor, actor: Actor) -> bool:
+    """Whether the ranks have different values of a random model's parameter."""
+    group = actor.parallel.tp.group
+    parts = [torch.empty_like(parameter) for _ in range(actor.grid.tp)]
+    torch.distributed.all_gather(parts, parameter.detach().contiguous(), group=group)
+    return not torch.equal(*parts)
+
+
+def _learn(actor: Actor, micro: MicroBatch, types: dict[Tensor, object]) -> None:
+    tp = actor.parallel.tp.group
+    with (
+        device.megatron(),
+        spmd.set_current_mesh([tp]),
+        typecheck(strict_mode="strict"),
+    ):  # the checker sees calls first
+        for tensor, of in types.items():
+            spmd.assert_type(tensor, {tp: of})
+        for module in actor.chunks[0].modules():
+            for value in (*module.buffers(recurse=False), *vars(module).values()):
+                if isinstance(value, Tensor):
+                    spmd.assert_type(value, {tp: spmd.R})
+        for field in fields(micro):
+            if isinstance(value := getattr(micro, field.name), Tensor):
+                spmd.assert_type(value, {tp: spmd.R})
+        hidden = actor.forward(actor.ddp_chunks[0], micro, updates=True)
+        spmd.assert_type(hidden, {tp: spmd.V if actor.config.parallel.sequence else spmd.I})
+        log_probs, _ = actor.score(micro, hidden, 1.0, with_entropy=False)
+        log_probs.sum().backward()
+
+
+# ------------------------------------------------------------------------------------ what Megatron's functions, and ours, do
+def declare() -> None:
+    """Says what the functions on the way compute, of values over ranks: the checker cannot look into them."""
+    hooks: dict[type, Callable[..., object]] = {
+        mappings._CopyToModelParallelRegion: _copied,
+        mappings._ReduceFromModelParallelRegion: _reduced,
+        mappings._ScatterToSequenceParallelRegion: _scattered,
+        mappings._GatherFromSequenceParallelRegion: _gathered,
+        mappings._ReduceScatterToSequenceParallelRegion: _reduce_scattered,
+        layers.LinearWithGradAccumulationAndAsyncCommunication: _linear,
+        head._TiledLogProbs: _log_probs,
+    }
+    for local in (utils.MakeViewlessTensor,):
+        spmd.register_local_autograd_function(local)
+    for function, hook in hooks.items():
+        function.spmd_typecheck = staticmethod(hook)  # type: ignore[attr-defined]
+        function.forward = staticmethod(_unchecked(function.forward))  # type: ignore[attr-defined]
+
+
+def _unchecked(forward: Callable[..., object]) -> Callable[..., object]:
+    """The collectives within are what the hook says."""
+
+    @functools.wraps(forward)
+    def run(*args: object) -> object:
+        with spmd.no_typecheck():
+            return forward(*args)
+
+    return run
+
+
+def _copied(*, input_, group):
+    return rules.convert(input_, group, src=spmd.I, dst=spmd.R)
+
+
+def _summand(value, group):
+    """A value whose ranks have different parts of a sum: a product over cut columns, a lookup in cut rows."""
+    return rules.reinterpret(value, group, src=spmd.V, dst=spmd.P)
+
+
+def _reduced(*, input_, group):
+    return rules.all_reduce(_summand(input_, group), group, src=spmd.P, dst=spmd.I)
+
+
+def _scattered(*, input_, group):
+    return rules.convert(input_, group, src=spmd.I, dst=spmd.V)
+
+
+def _gathered(*, input_, group, tensor_parallel_output_grad):
+    return rules.all_gather(input_, group, src=spmd.S(0), dst=spmd.R if tensor_parallel_output_grad else spmd.I)
+
+
+def _reduce_scattered(*, input_, group):
+    return rules.reduce_scatter(_summand(input_, group), group, src=spmd.P, dst=spmd.S(0))
+
+
+def _linear(*, input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group):
+    if sequence_parallel:
+        input = rules.all_gather(input, tp_group, src=spmd.S(0), dst=spmd.R)
+    elif allreduce_dgrad:
+        input = rules.convert(input, tp_group, src=spmd.I, dst=spmd.R)
+    letters = "ab"[: input.ndim - 1]
+    output = rules.einsum(f"{letters}k,nk->{letters}n", input, weight)
+    return output if bias is None else rules.einsum(f"{letters}n,n->{letters}n", output, bias)
+
+
+def _log_probs(*, hidden, weight, targets, shard):
+    rules.ignore(targets)
+    logits = rules.einsum("mk,nk->mn", hidden, weight)
+    one = rules.einsum("mn->m", logits)
+    return rules.all_reduce(_summand(one, shard.group), shard.group, src=spmd.P, dst=spmd.I), None

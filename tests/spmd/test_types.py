@@ -1,0 +1,53 @@
+"""A second proof of gradients over tensor-parallel ranks, independent of any number: the actor's passes have types, in which
+a gradient that nobody sums, or that is summed twice, cannot be written (`spmd_types`, which found upstream's bugs)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.actor.processes import spawn
+from tests.models import tiny
+
+from .faults import FAULTS
+from .inside import Case, run
+
+SOUND = [Case(variant, sequence) for variant in ("qwen2", "qwen3", "llama", "qwen3_5") for sequence in (False, True)]
+# Without sequence parallelism Llama's ranks have the same gradient of every norm: there is nothing to sum.
+SOUND += [Case("llama", False, "norms")]
+BROKEN = {
+    Case("qwen3", False, "norms"): "rms_norm",
+    Case("llama", True, "norms"): "rms_norm",
+    Case("qwen2", True, "norms"): "rms_norm",
+    Case("qwen3_5", False, "gated norm"): "rms_norm",
+    Case("qwen3", False, "head"): "einsum",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("types")
+    cases = [*SOUND, *BROKEN]
+    for variant in {case.variant for case in cases}:
+        tiny.write(root / variant, variant)
+    spawn(run, 2, str(root), cases)
+    return root
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", SOUND, ids=lambda case: case.name)
+def test_no_gradient_is_left_unsummed_nor_summed_twice(root: Path, case: Case) -> None:
+    assert (root / f"{case.name}.txt").read_text() == ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_a_gradient_that_is_not_summed_is_seen(root: Path, case: Case) -> None:
+    found = (root / f"{case.name}.txt").read_text()
+    assert "Invariant type" in found
+    assert BROKEN[case] in found
+
+
+def test_every_fault_is_tried() -> None:
+    assert {case.fault for case in [*SOUND, *BROKEN]} == FAULTS.keys()
