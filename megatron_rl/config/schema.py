@@ -22,6 +22,7 @@ from megatron_rl.config.keys import (
     Name,
     NonNegative,
     Params,
+    Positive,
     PositiveShare,
     Ranks,
     Section,
@@ -111,7 +112,7 @@ class TaskConfig(Section):
     tools: list[Params] = key([], "with `chat`: tools of the prompts that have none of their own, in OpenAI's form")
     chat_template: str | None = key(None, "a file; null: the tokenizer's ([ToolRL's](agents.md#toolrls-conversations))")
     chat_params: Params = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
-    weight: float | None = key(
+    weight: Positive | None = key(
         None,
         "this task's share of the training prompts, relative to the other tasks' weights; null for all: every "
         "prompt once per epoch",

@@ -32,6 +32,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
     [
         (["trainer.steps=0"], "`trainer.steps` must be at least 1; it is 0"),
         (["tasks.train.sums.size=0"], "`tasks.train.sums.size` must be at least 1; it is 0"),
+        (["tasks.train.sums.weight=0"], "`tasks.train.sums.weight` must be greater than 0; it is 0"),
         (["model.create.init_std=0"], "`model.create.init_std` must be greater than 0; it is 0"),
         (["rollout.temperature=0"], "`rollout.temperature` must be greater than 0; it is 0"),
         (["rollout.memory_fraction=1.5"], "`rollout.memory_fraction` must be at most 1; it is 1.5"),
