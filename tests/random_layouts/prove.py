@@ -31,8 +31,8 @@ from .draw import Case, Cut, command, config_of, smaller
 from .faults import FAULTS
 
 Results = dict[str, Any]
-# A drawn model may blow roundings up, so that no bound for all holds. Of one that is off, by how much is measured: weights are
-# changed by a rounding each, up or down. A number has a thousand roundings and more behind it, by their root 32.
+# A drawn model may blow roundings up, so that no bound for all holds. Of one that is off, by how much is measured: weights
+# are changed by a rounding each, up or down. A number has a thousand roundings and more behind it, by their root 32.
 SHAKEN, ROUNDING = 32.0, 2**-23
 
 
