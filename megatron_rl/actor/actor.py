@@ -234,7 +234,7 @@ class Actor:
     def _measured_apart(
         self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], part_size: PartSize
     ) -> tuple[GradientVariance, list[Metrics]]:
-        """The gradient's parts, each in passes of its own, and what `finish` reports in these."""
+        """Measures the gradient's parts, each in passes of its own. Returns their norms and what `finish` reports."""
         collected = list[Metrics]()
 
         def squared_norm(part: slice) -> float:

@@ -28,7 +28,7 @@ PartSize = Callable[[MicroBatch], float]
 
 
 def sizes_over_ranks(grid: ProcessGrid, micro_batches: Sequence[MicroBatch], size: PartSize) -> list[float]:
-    """The size of each part that all data-parallel ranks compute together, on every rank."""
+    """Returns the size of each part that all data-parallel ranks compute together, on every rank."""
     gathered = grid.all_gather(
         (grid.dp_rank, [size(micro) if micro.targets.numel() else 0.0 for micro in micro_batches])
     )
@@ -97,7 +97,7 @@ class GradientParts:
                 old.copy_(gradient)
 
     def result(self, grid: ProcessGrid) -> GradientVariance:
-        """The parts of all ranks, on every rank."""
+        """Gathers the parts of all ranks, on every rank."""
         variance = GradientVariance()
         gathered = grid.all_gather((grid.dp_rank, self._sizes, self._squares))
         for dp_rank in range(grid.dp):

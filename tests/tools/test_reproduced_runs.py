@@ -103,6 +103,7 @@ def test_a_seed_is_warmed_up_once_and_what_is_done_is_taken_where_its_recipe_is_
     assert numbers["hard clip (GRPO)"]["entropy"] == [1.0, 3.0]
     assert numbers["hard clip (GRPO)"]["of the first"] == [11.0, 13.0]
     assert made.record.seeds == [4, 5]
+    assert made.record.taken_over == 2
     assert made.record.files[-1] == "recipes/cpu/claims/undecayed.py"
     path = tmp_path / "page" / "dgpo-runs.png"
     write_figure(lambda figure: made.draw(figure, CLAIMS["dgpo"]), made.size, path)
@@ -113,6 +114,13 @@ def test_a_seed_is_warmed_up_once_and_what_is_done_is_taken_where_its_recipe_is_
     text = (changed / "recipe.yaml").read_text()
     (changed / "recipe.yaml").write_text(text.replace("epochs: 4", "epochs: 3"))
     with pytest.raises(SystemExit, match=r"001-.*another recipe \(trainer.epochs\)"):
+        runs.train("dgpo", [4])
+    (changed / "recipe.yaml").write_text(text)
+    [first_run] = tmp_path.glob("runs/claims/dgpo/000-*")
+    text = (first_run / "recipe.yaml").read_text()
+    assert text.count("steps: 400\n") == 1
+    (first_run / "recipe.yaml").write_text(text.replace("steps: 400\n", "steps: 300\n"))
+    with pytest.raises(SystemExit, match=r"000-.*another recipe \(sft.steps\)"):
         runs.train("dgpo", [4])
 
 

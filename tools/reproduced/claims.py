@@ -91,6 +91,7 @@ class Record:
         files: recipe, sweep and code that the runs depend on.
         digest: of what these files held, `digest.digest`.
         more: Markdown that follows the tables.
+        taken_over: runs that an earlier call had finished, whose minutes are not counted.
     """
 
     numbers: Numbers
@@ -101,6 +102,7 @@ class Record:
     files: Sequence[str]
     digest: str
     more: str = ""
+    taken_over: int = 0
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def read_record(path: Path) -> Record:
 
 
 def outcome(claim: Claim, record: Record) -> str:
-    """What came of a claim in all: it holds where all its sentences do."""
+    """Says what came of a claim in all: it holds where all its sentences do."""
     verdicts = [statement.verdict(record.numbers) for statement in claim.statements]
     held = verdicts.count("holds")
     return "holds" if held == len(verdicts) else f"holds in {held} of {len(verdicts)} sentences"

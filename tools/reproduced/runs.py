@@ -66,7 +66,7 @@ def make(name: str, seeds: Sequence[int]) -> Made:
         SystemExit: a run ended with another exit code than 0, or is of another recipe than today's.
     """
     trained, used = CLAIMS[name], _children_seconds()
-    results = train(name, seeds)
+    results, taken_over = train(name, seeds)
     numbers: Numbers
     if trained.checkpoints:
         numbers = measure_all([run.path for run in results[0]], trained.checkpoints, AT_ONCE)
@@ -84,38 +84,38 @@ def make(name: str, seeds: Sequence[int]) -> Made:
         more = tables(numbers)
     made = digest([ROOT / file for file in files])
     day = time.strftime("%Y-%m-%d")
-    record = Record(numbers, [*seeds], commit(), day, round(minutes, 1), files, made, more)
+    record = Record(numbers, [*seeds], commit(), day, round(minutes, 1), files, made, more, taken_over)
     height = 7.0 if drawn else 4.0 if trained.checkpoints else 0.8 + 0.35 * len(trained.lines)
     return Made(record, results, (11, height))
 
 
-def train(name: str, seeds: Sequence[int]) -> Results:
-    """Takes what steps are left of every line with these seeds. Returns the runs by line and seed."""
+def train(name: str, seeds: Sequence[int]) -> tuple[Results, int]:
+    """Takes what steps are left of every line with these seeds. Returns the runs by line and seed, and how many were done."""
     lines, warm_up = read_sweep(FOLDER / f"{name}.sweep"), CLAIMS[name].warm_up
     seeded = [f"{line} seed={seed}" for seed in seeds for line in lines]
     tasks = sweep(str(FOLDER / f"{name}.yaml"), seeded, [], None, RUNS)
     first = [number for number in range(len(tasks)) if warm_up.get(number % len(lines), 0) == number % len(lines)]
-    _take({_folder(tasks[number]): tasks[number].arguments for number in first}, tasks)
+    taken_over = _take({_folder(tasks[number]): tasks[number].arguments for number in first})
     rest: dict[Path, Sequence[str]] = {}
     for number, task in enumerate(tasks):
         seed, position = divmod(number, len(lines))
         if number not in first:
             begun = _folder(tasks[seed * len(lines) + warm_up.get(position, 0)])
             rest[_folder(task)] = [*task.arguments, *_warmed_up(begun)]
-    _take(rest, tasks)
-    return [[read_run(_folder(task)) for task in tasks[position :: len(lines)]] for position in range(len(lines))]
+    taken_over += _take(rest)
+    by_line = [tasks[position :: len(lines)] for position in range(len(lines))]
+    return [[read_run(_folder(task)) for task in of_line] for of_line in by_line], taken_over
 
 
-def _take(arguments: Mapping[Path, Sequence[str]], tasks: Sequence[Task]) -> None:
-    """Takes the runs that are not done yet."""
-    by_folder = {_folder(task): task for task in tasks}
+def _take(arguments: Mapping[Path, Sequence[str]]) -> int:
+    """Takes the runs that are not done yet. Returns how many were."""
     left: dict[str, Sequence[str]] = {}
     for folder, words in arguments.items():
         if not _is_done(folder):
             left[folder.name] = words
             continue
-        task = by_folder[folder].arguments
-        if changed := other_keys(read_run(folder), resolve("train", task[1], task[2:], None)):
+        own = [word for word in words[2:] if not word.startswith("model.")]
+        if changed := other_keys(read_run(folder), resolve("train", words[1], own, None)):
             raise SystemExit(f"{folder} is of another recipe ({', '.join(changed)}): move it away")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     local = LocalSweep(left, AT_ONCE, say=_say)
@@ -123,10 +123,11 @@ def _take(arguments: Mapping[Path, Sequence[str]], tasks: Sequence[Task]) -> Non
         raise SystemExit(
             f"{next(iter(arguments)).parent}: exit code {code} of {', '.join(local.failed) or 'the sweep'}"
         )
+    return len(arguments) - len(left)
 
 
 def _say(line: str) -> None:
-    """Only which runs start and end."""
+    """Prints only which runs start and end."""
     if line.startswith("---"):
         print(line, flush=True)
 
@@ -150,9 +151,9 @@ def _warmed_up(folder: Path) -> tuple[str, ...]:
 
 
 def other_keys(run: RunRecord, recipe: Config) -> list[str]:
-    """Keys that a run's recipe has otherwise, but for its folder and for who warmed up."""
+    """Returns the keys that a run's recipe has otherwise, but for its folder and the weights that it began with."""
     keys = [key for key, _, _ in changes(run.recipe, as_tree(recipe))]
-    return [key for key in keys if key != "run_dir" and not key.startswith(("model.", "sft."))]
+    return [key for key in keys if key != "run_dir" and not key.startswith("model.")]
 
 
 def numbers_of(runs: Sequence[RunRecord], measures: Mapping[str, Measure]) -> dict[str, list[float]]:

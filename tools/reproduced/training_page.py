@@ -47,7 +47,8 @@ def section(name: str, claim: Claim, record: Record) -> str:
     """A claim: how it was made, its sentences with what decides them, and the means behind these."""
     made = (
         f"`python tools/reproduce.py {name}-runs`, seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, "
-        f"commit {record.commit}, {record.minutes:.0f} CPU minutes."
+        f"commit {record.commit}, {record.minutes:.0f} CPU minutes"
+        + (f" beside those of {record.taken_over} runs that were there." if record.taken_over else ".")
     )
     sentences = [
         [one.text, one.source, str(one.difference(record.numbers)), one.verdict(record.numbers)]
