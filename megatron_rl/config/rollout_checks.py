@@ -19,6 +19,7 @@ def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]
     `local_world_size`: processes on each node, where a launcher says so.
     """
     yield from _check_partial(config)
+    yield from _check_like_lengths(config)
     if config.rollout.speculation is not None and config.actor.moe.routing_replay == "rollout":
         yield (
             "`rollout.speculation` drafts tokens, and the experts of those that are not drawn would be among those that "
@@ -64,6 +65,22 @@ def _check_partial(config: Config) -> Iterator[str]:
     }
     for reason in (reason for reason, is_on in refused.items() if is_on):
         yield f"`rollout.partial` does not go with this recipe: {reason}; set rollout.partial=null, or change that"
+
+
+def _check_like_lengths(config: Config) -> Iterator[str]:
+    if config.trainer.like_lengths == 1:
+        return
+    refused = {
+        "with rollout.partial no step waits for its longest response": config.rollout.partial is not None,
+        "with launch.generators lengths are known in other processes than those that save": (
+            config.launch.generators is not None
+        ),
+        "algorithm.resample_rounds takes prompts until enough have a signal, and draws the next ones ahead": (
+            config.algorithm.resample_rounds > 0
+        ),
+    }
+    for reason in (reason for reason, is_on in refused.items() if is_on):
+        yield f"`trainer.like_lengths` does not go with this recipe: {reason}; set trainer.like_lengths=1, or change that"
 
 
 def check_rollout_machine(config: Config) -> Iterator[str]:

@@ -193,6 +193,11 @@ class TrainerConfig(Section):
     prompts_per_step: Count = key(64, "a multiple of `minibatches`")
     minibatches: Count = key(1, "optimizer steps per batch of rollouts and epoch; groups are never split")
     epochs: Count = key(1, "passes over each batch")
+    like_lengths: Count = key(
+        1,
+        "of the prompts of so many steps, those whose last responses were about as long share one "
+        "([long tails](long-tails.md#steps-of-like-lengths)); 1: as they come",
+    )
     eval_every: StepsOrNone = key(10, "0: only before the first and after the last step")
     eval_rollouts: Count = key(1, "k, rollouts per held-out prompt; 1: greedy")
     eval_temperature: Annotated[float, Field(ge=0, le=2)] = key(0.0, "above 0 where k > 1")

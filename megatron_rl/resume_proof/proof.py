@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.config import check, load_recipe, to_yaml
 from megatron_rl.config.machine import Machine, count_gpus
+from megatron_rl.data.like_lengths import LENGTHS
 from megatron_rl.resume_proof.kills import Kill
 from megatron_rl.resume_proof.points import POINTS
 from megatron_rl.resume_proof.starts import Start, start_anew
@@ -175,7 +176,9 @@ def differences(want: Path, killed: Path) -> list[str]:
     states = [{k: v for k, v in store.read_state(folder).items() if k not in own_facts} for folder in (last, other)]
     if states[0] != states[1]:
         unequal.append(f"{last.name}/state.json")
-    unequal += [f"{last.name}/{name}" for name in (WAITING, AHEAD) if _bytes(last / name) != _bytes(other / name)]
+    unequal += [
+        f"{last.name}/{name}" for name in (WAITING, AHEAD, LENGTHS) if _bytes(last / name) != _bytes(other / name)
+    ]
     weights = {path.name for path in (want / "export").glob("*.safetensors")}
     unequal += [
         f"export/{name}"

@@ -248,7 +248,7 @@ class Checkpoints:
             "adapters": self.adapters,
         }
         files = {
-            **state.drawn(self._grid),
+            **state.files(self._grid),
             "state.json": (json.dumps(progress, indent=1, sort_keys=True) + "\n").encode(),
             "recipe.yaml": to_yaml(self.config).encode(),
         }

@@ -12,6 +12,7 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import Config
+from megatron_rl.data.like_lengths import LENGTHS
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.rollout.ahead import AHEAD
 from megatron_rl.rollout.partial import WAITING
@@ -105,6 +106,12 @@ def check_drawn(config: Config, folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: the next step's responses are in it, drawn by earlier weights; set launch.generators as in its "
             "recipe.yaml, or start over with --resume never"
+        )
+    takes_others = config.rollout.partial or config.launch.generators or config.algorithm.resample_rounds
+    if takes_others and (folder / LENGTHS).exists():
+        raise CheckpointError(
+            f"{folder}: prompts that come next wait in it (trainer.like_lengths), and would be lost; leave rollout.partial, "
+            "launch.generators and algorithm.resample_rounds as in its recipe.yaml, or start over with --resume never"
         )
 
 

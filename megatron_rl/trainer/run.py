@@ -12,10 +12,13 @@ from megatron_rl.actor.reward import RewardActor
 from megatron_rl.agents import journal
 from megatron_rl.agents.template_remarks import template_remarks
 from megatron_rl.algorithms import Algorithm, make_algorithm
+from megatron_rl.base.messages import errors_named
 from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.images import ImageReader
+from megatron_rl.data.like_lengths import LENGTHS, LikeLengths
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models import model_of, read_hf_config
@@ -152,6 +155,10 @@ class Run:
             self.state = replace(self.state, ahead=unpack_ahead(content, self.grid, samples))
         if folder is not None and (folder / WAITING).exists() and self.generators is None:
             self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
+        if folder is not None and (folder / LENGTHS).exists():
+            ids = [sample.id for sample in self.sampler.prompts.train]
+            with errors_named(str(folder / LENGTHS), as_error=CheckpointError):
+                self.state = replace(self.state, by_length=LikeLengths.unpack((folder / LENGTHS).read_bytes(), ids))
         return state is not None
 
     def hand_device_to_engine(self) -> None:

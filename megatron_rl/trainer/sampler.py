@@ -15,6 +15,7 @@ from megatron_rl.agents.host import Conversations
 from megatron_rl.agents.journal import Resumed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
+from megatron_rl.data.like_lengths import LikeLengths
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollout, Rollouts, scored_sample
 from megatron_rl.data.sample import Sample
@@ -155,9 +156,23 @@ class Sampler:
             drawn, state, metrics = sample_with_signal(self, step, state)
             self._counters |= metrics
             return drawn, state
+        if config.trainer.like_lengths > 1 or state.by_length is not None:
+            return self._sample_of_like_lengths(step, state)
         count = config.trainer.prompts_per_step
         drawn = self.scored_groups(distinct(self.training_prompts(state.position, count), []), step)
         return drawn, replace(state, position=state.position + count)
+
+    def _sample_of_like_lengths(self, step: int, state: State) -> tuple[Rollouts, State]:
+        """`sample`; remembers how long responses are. Where the recipe no longer wants it, the queue is drawn to its end."""
+        trainer, train = self.config.trainer, self.prompts.train
+        assert self.order is not None
+        by_length = state.by_length or LikeLengths.unknown([sample.id for sample in train])
+        places, by_length, position = by_length.next_step(
+            self.order.take, state.position, trainer.prompts_per_step, trainer.like_lengths, self.config.seed
+        )
+        drawn = self.scored_groups(distinct([train[place] for place in places], []), step)
+        by_length = by_length.learned({place: self._lengths[train[place].id] for place in places})
+        return drawn, replace(state, position=position, by_length=by_length)
 
     def batch(self, step: int, state: State, greedy: bool, stop: Callable[[], None]) -> tuple[Batch, State]:
         """A step's scored rollouts, and the state with their prompts taken. `greedy`: beside them one greedy rollout of each

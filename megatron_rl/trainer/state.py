@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_rl.data.like_lengths import LENGTHS, LikeLengths
 from megatron_rl.rollout.ahead import AHEAD, Batch
 from megatron_rl.rollout.ahead import pack as pack_ahead
 from megatron_rl.rollout.partial import WAITING, Waiting, pack
@@ -19,7 +20,8 @@ class State:
     """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
 
     Randomness needs no state: every seed is a function of the recipe's seed and the step. Nor does the sampler: which prompts
-    come next follows from `position`, behind those of `ahead`, and what waits of partial rollouts is `waiting`.
+    come next follows from `position`, behind those of `ahead` and of the queue of `by_length`, and what waits of partial
+    rollouts is `waiting`.
     """
 
     step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
@@ -30,6 +32,7 @@ class State:
     # With partial rollouts: what is open; None: nothing. Where others generate, packed, on rank 0 when a checkpoint is due.
     waiting: Waiting | bytes | None = None
     ahead: Batch | None = None  # with split placement: the next step's, which is drawn already; None: nothing is
+    by_length: LikeLengths | None = None  # with steps of like lengths
 
     @classmethod
     def of(cls, saved: SavedState) -> State:
@@ -42,11 +45,13 @@ class State:
         """Steps done of the stage that the run is in."""
         return self.warm_up if self.warming_up else self.step
 
-    def drawn(self, grid: ProcessGrid) -> dict[str, bytes]:
-        """A checkpoint's files of rollouts that were drawn and not trained on yet, on rank 0. Every rank calls it."""
+    def files(self, grid: ProcessGrid) -> dict[str, bytes]:
+        """A checkpoint's files, on rank 0: what was drawn and not trained on, and what was taken and not drawn. Every rank
+        calls it."""
         waiting = pack(grid, self.waiting) if isinstance(self.waiting, Waiting) else self.waiting
         ahead = None if self.ahead is None else pack_ahead(grid, self.ahead)
-        files = {WAITING: waiting, AHEAD: ahead}
+        lengths = self.by_length.pack() if self.by_length is not None and grid.is_main else None
+        files = {WAITING: waiting, AHEAD: ahead, LENGTHS: lengths}
         return {name: content for name, content in files.items() if content is not None}
 
     def progress(self) -> dict[str, int]:

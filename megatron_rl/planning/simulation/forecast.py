@@ -144,6 +144,7 @@ def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predicto
         training=training,
         reward=judge,
         drawn_before=what.drawn_before,
+        like_lengths=config.trainer.like_lengths,
         partial=config.rollout.partial,
         resampling=_resampling(what, config),
         cache_beside=_cache_beside(config, plan),

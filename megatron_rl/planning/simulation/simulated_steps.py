@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_rl.config.rollout_keys import PartialConfig
+from megatron_rl.data.like_lengths import of_like_lengths
 from megatron_rl.data.pause import trained_groups
 from megatron_rl.data.resample import groups_to_draw
 from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration, generate, joined
@@ -22,7 +23,7 @@ from megatron_rl.planning.time.step import OLD, REFERENCE
 
 Mode = Literal["synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off"]
 MODES: tuple[Mode, ...] = ("synchronous", "partial", "passes under the tail", "steps of like lengths", "one step off")
-BUILT: tuple[Mode, ...] = ("synchronous", "partial", "one step off")  # the product has them
+BUILT: tuple[Mode, ...] = ("synchronous", "partial", "steps of like lengths", "one step off")  # the product has them
 SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
 PASSES = (OLD, REFERENCE)  # over what was drawn, before the update
 _SPLITS = 6  # one step off: parts of the GPUs that are tried for the engines
@@ -59,6 +60,7 @@ class SimulatedJob:
         training: seconds of each phase after the rewards, by the step's tokens.
         reward: asked as responses end; None: rewards take no time.
         drawn_before: earlier responses to the same prompts say which will be long, and those are begun first.
+        like_lengths: the recipe's; 1: a block has all steps.
         partial: the recipe's; None: see `partial_of`.
         resampling: None: groups without signal are not replaced.
         cache_beside: tokens that an engine's cache holds beside the actor's weights; None: they are always there.
@@ -75,6 +77,7 @@ class SimulatedJob:
     training: Callable[[float], Mapping[str, float]]
     reward: Latency | None = None
     drawn_before: bool = False
+    like_lengths: int = 1
     partial: PartialConfig | None = None
     resampling: Resampling | None = None
     cache_beside: float | None = None
@@ -237,12 +240,18 @@ def _under_the_tail(
 
 
 def _like_lengths(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
-    """An epoch of `steps` steps, whose prompts are taken in the order of the lengths of earlier responses to them."""
+    """Blocks of `like_lengths` steps, or one of all: `data.like_lengths`, as in a run."""
     rng = np.random.default_rng((seed, steps))
     drawn = [job.lengths.draw(np.random.default_rng((seed, number)), job.prompts, job.count) for number in range(steps)]
     lengths, expected = (np.concatenate(part) for part in zip(*drawn, strict=True))
-    by_length = np.argsort(-expected, kind="stable").reshape(steps, job.prompts)
-    return [_synchronous(job, lengths[places], range(job.prompts), rng) for places in by_length]
+    block = job.prompts * (job.like_lengths if job.like_lengths > 1 else steps)
+    by_length = [
+        places
+        for begin in range(0, len(lengths), block)
+        for places in of_like_lengths(range(begin, min(begin + block, len(lengths))), expected, job.prompts)
+    ]
+    longest_first = [sorted(places, key=lambda place: -expected[place]) for places in by_length]
+    return [_synchronous(job, lengths[places], range(job.prompts), rng) for places in longest_first]
 
 
 def _resampled(job: SimulatedJob, rule: Resampling, steps: int, seed: int) -> list[SimulatedStep]:
