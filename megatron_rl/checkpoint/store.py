@@ -64,7 +64,7 @@ def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Proc
         tensors = sharded_state(chunks, optimizer, loading=True)
         with errors_named(str(folder), as_error=CheckpointError):
             saved, pieces = manifest.read_tensors(folder)
-        masters = _find_masters(tensors["optimizer"], saved)
+        masters = _find_masters(tensors["optimizer"], _one_of(saved))
         problems = _unfitting(tensors | {"masters": masters}, saved, pieces, grid)
         if problems:
             raise CheckpointError(f"{folder} does not fit this recipe: {summarize(problems)}")
@@ -133,7 +133,7 @@ def _unfitting(
 _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
-def _find_masters(state: State | list[object], saved: Mapping[str, manifest.TensorInfo]) -> State:
+def _find_masters(state: State | list[object], stored: Callable[[str], manifest.TensorInfo | None]) -> State:
     """Renames the optimizer's fp32 weights to the names of the checkpoint.
 
     Those that are there as the model's own fp32 weights only are taken out of `state` and returned, as deep in it as they
@@ -141,23 +141,29 @@ def _find_masters(state: State | list[object], saved: Mapping[str, manifest.Tens
 
     Args:
         state: an optimizer's sharded state, or a dictionary or list in it.
-        saved: the checkpoint's tensors.
+        stored: one of the checkpoint's tensors of a weight.
     """
     elsewhere: State = {}
     for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
         if isinstance(value, dict | list):
-            inner = _find_masters(value, saved)
+            inner = _find_masters(value, stored)
             if inner:
                 elsewhere[key] = inner
-        elif isinstance(value, ShardedBase) and (match := _MASTER.fullmatch(value.key)) and value.key not in saved:
+        elif isinstance(value, ShardedBase) and (match := _MASTER.fullmatch(value.key)) and not stored(value.key):
             names = [f"optimizer.state.{kind}.{match[1]}" for kind in ("param", "fp32_param")]
-            name = next((name for name in names if name in saved), None)
+            name = next((name for name in names if stored(name)), None)
             if name is not None:
                 value.key = name
-            elif match[1] in saved and saved[match[1]].dtype == "float32":
+            elif (weight := stored(match[1])) is not None and weight.dtype == "float32":
                 value.key = match[1]
                 elsewhere[key] = state.pop(key)
     return elsewhere
+
+
+def _one_of(saved: Mapping[str, manifest.TensorInfo]) -> Callable[[str], manifest.TensorInfo | None]:
+    """Of a weight's name one of its tensors: a weight of several sections is saved as `<name>.<section>` each."""
+    of_section = {name.rpartition(".")[0]: info for name, info in saved.items()}
+    return lambda name: saved.get(name) or of_section.get(name)
 
 
 def _is_copy(name: str, saved: Mapping[str, manifest.TensorInfo]) -> bool:

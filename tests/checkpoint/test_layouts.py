@@ -36,6 +36,8 @@ TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
 UNEVEN = Layout(pipeline=2, virtual=2)  # chunks of 1, 2, 2 and 1 layers
 CONTEXT = Layout(context=2)
 LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
+GATED_PLAIN = Layout(model="model-qwen3_5", distributed=False)  # weights of several sections
+GATED_BF16 = replace(GATED_PLAIN, dtype="bfloat16")
 SECTIONS = Layout(tensor=2, lora=4, model="model-qwen3_5")  # adapters beside in_proj, of which each rank has six ranges
 DROPPING = Layout(lora=4, dropout=0.25)
 SAVED = [
@@ -55,7 +57,7 @@ SAVED = [
     UNEVEN,
     CONTEXT,
 ]
-SAVED += [CUT, CUT_PLAIN, WHOLE]
+SAVED += [CUT, CUT_PLAIN, WHOLE, GATED_PLAIN, GATED_BF16]
 ON_TWO = [
     (TP2, TP2),
     (TP2, Layout(pipeline=2)),
@@ -92,6 +94,8 @@ ON_TWO = [
     (BF16_PLAIN, Layout(dtype="bfloat16")),
     (EXPERTS, EXPERTS_PLAIN),
     (EXPERTS_PLAIN, Layout(model="model-experts")),
+    (GATED_PLAIN, Layout(pipeline=2, model="model-qwen3_5")),
+    (GATED_BF16, replace(GATED_BF16, pipeline=2, distributed=True)),
     # to and from the host's
     (HOST, HOST),
     (HOST, BF16),
@@ -170,7 +174,7 @@ def test_training_goes_on_from_there(root: Path, before: Layout, after: Layout) 
     assert all(gap < bounds.get(kind, 0.3 if bounds else 1e-5) for kind, gap in worst.items()), worst
 
 
-@pytest.mark.parametrize("before", [BF16, BF16_PLAIN], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("before", [BF16, BF16_PLAIN, GATED_BF16], ids=lambda layout: layout.name)
 def test_the_optimizers_fp32_weights_become_a_model(root: Path, tmp_path: Path, before: Layout) -> None:
     """Which the distributed optimizer and the plain one name differently."""
     folder, source = root / before.name / "step_2", root / before.model
