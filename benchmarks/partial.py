@@ -1,7 +1,9 @@
-"""python -m benchmarks.partial MODEL [--steps N] [--spread S ...]: partial rollouts beside synchronous ones, vLLM on a CPU.
+"""python -m benchmarks.partial MODEL [--steps N] [--spread S ...]: partial rollouts, and steps of like lengths, beside
+synchronous ones, vLLM on a CPU.
 
 MODEL is a folder (`runs/quickstart/export`). Eight responses to each of eight prompts a step, 64 tokens in the mean, on one
-engine with 64 places; lengths are log-normal, and forced. Partial rollouts keep 16 prompts open, with chunks of 32 tokens.
+engine with 64 places; lengths are log-normal, and forced. Partial rollouts keep 16 prompts open, with chunks of 32 tokens;
+all steps are one block of like lengths, by what their prompts make the engine expect.
 Prints the share of the places that is empty over the time of generation, tokens per CPU second, and what `plan --simulate`'s
 code says of the same lengths on an engine whose passes take as long as those that were measured.
 """
@@ -22,6 +24,7 @@ import numpy as np
 from benchmarks.others import told
 from benchmarks.prefix_cache import ENVIRONMENT, start
 from megatron_rl.config.rollout_keys import PartialConfig
+from megatron_rl.data.like_lengths import of_like_lengths
 from megatron_rl.data.pause import trained_groups
 from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration
 from megatron_rl.planning.simulation.simulated_steps import SETTLING, Mode, SimulatedJob, SimulatedRun, simulate
@@ -30,6 +33,7 @@ from megatron_rl.planning.time.lengths import LogNormal
 PROMPTS, GROUP, PLACES, PROMPT, MEAN, LIMIT = 8, 8, 64, 10, 64, 480
 PARTIAL = PartialConfig(chunk_tokens=MEAN // 2)
 SEED = 0
+MODES: tuple[Mode, ...] = ("synchronous", "partial", "steps of like lengths")
 _PASSES = EngineSpeed(lambda running, _: 1.0, lambda tokens: 0.0, 1e9, PLACES)  # its seconds are passes
 
 
@@ -66,24 +70,44 @@ def main() -> None:
     for spread in args.spread:
         lengths = LogNormal(MEAN, spread, LIMIT)
         drawn[spread, "synchronous"] = [_synchronous(synchronous, lengths, number) for number in range(args.steps)]
+        drawn[spread, "steps of like lengths"] = _like_lengths(synchronous, lengths, args.steps)
         drawn[spread, "partial"] = _partial(partial, lengths, args.steps)
     speeds = {
         mode: _speed([phase for (_, of), steps in drawn.items() if of == mode for step in steps for phase in step])
-        for mode in ("synchronous", "partial")
+        for mode in MODES
     }
     for (spread, mode), steps in drawn.items():
         figures = _figures(mode, LogNormal(MEAN, spread, LIMIT), steps, speeds[mode])
         print(json.dumps({"spread": spread, "mode": mode} | figures), flush=True)
     for spread in args.spread:
-        rates = [_sum(drawn[spread, mode]).rate for mode in ("synchronous", "partial")]
-        print(f"spread {spread}: partial rollouts draw {rates[1] / rates[0]:.2f} times as many tokens per CPU second")
+        plain, partial_, like = (_sum(drawn[spread, mode]).rate for mode in MODES)
+        print(
+            f"spread {spread}: partial rollouts draw {partial_ / plain:.2f} times as many tokens per CPU second, steps of "
+            f"like lengths {like / plain:.2f} times"
+        )
 
 
 def _synchronous(llm: Any, lengths: LogNormal, number: int) -> list[Phase]:
     """A step's only phase."""
     tokens, _ = lengths.draw(np.random.default_rng((SEED, number)), PROMPTS, GROUP)
-    prompts = [[*_prompt(number, group)] for group in range(PROMPTS) for _ in range(GROUP)]
-    return [_draw(llm, prompts, tokens.ravel().tolist())]
+    return [_draw(llm, _prompts(number), tokens.ravel().tolist())]
+
+
+def _like_lengths(llm: Any, lengths: LogNormal, steps: int) -> list[list[Phase]]:
+    """The only phase of each step, over the same groups as `_synchronous`."""
+    drawn = [lengths.draw(np.random.default_rng((SEED, number)), PROMPTS, GROUP) for number in range(steps)]
+    tokens, expected = (np.concatenate(part) for part in zip(*drawn, strict=True))
+    texts = [text for number in range(steps) for text in _prompts(number)]
+    done = []
+    for groups in of_like_lengths(range(steps * PROMPTS), expected, PROMPTS):
+        rows = [group * GROUP + index for group in groups for index in range(GROUP)]
+        done.append([_draw(llm, [texts[row] for row in rows], tokens.ravel()[rows].tolist())])
+    return done
+
+
+def _prompts(number: int) -> list[list[int]]:
+    """Of the rollouts of a step."""
+    return [[*_prompt(number, group)] for group in range(PROMPTS) for _ in range(GROUP)]
 
 
 def _partial(llm: Any, lengths: LogNormal, steps: int) -> list[list[Phase]]:

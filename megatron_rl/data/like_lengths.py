@@ -80,42 +80,44 @@ class LikeLengths:
 
 
 def of_like_lengths(block: Sequence[int], means: np.ndarray, count: int) -> list[list[int]]:
-    """The prompts of a block in steps of `count`, those with long responses together; within a step in the block's order.
+    """The prompts of a block, a multiple of `count`, in steps of so many: those with long responses together, within a step
+    in the block's order.
 
     Where none is known the block stays as it is. One of which nothing is known counts as one in the middle. A prompt that
     comes twice comes in different steps, where there are any.
     """
     known = means[list(block)]
-    steps = -(-len(block) // count)
+    steps = len(block) // count
     if np.isnan(known).all():
         return [list(block[at : at + count]) for at in range(0, len(block), count)]
     known = np.where(np.isnan(known), np.nanmedian(known), known)
     by_step = [list[int]() for _ in range(steps)]  # places in the block
+    prompts = [set[int]() for _ in range(steps)]
     for place in np.argsort(-known, kind="stable").tolist():
-        _add(by_step, place, block, count)
+        with_room = [step for step in range(steps) if len(by_step[step]) < count]
+        step = next((step for step in with_room if block[place] not in prompts[step]), None)
+        if step is None:  # all with room have the prompt
+            step = with_room[0]
+            place = _changed_places(by_step, prompts, place, block, step)
+        by_step[step].append(place)
+        prompts[step].add(block[place])
     return [[block[place] for place in sorted(places)] for places in by_step]
 
 
-def _add(by_step: list[list[int]], place: int, block: Sequence[int], count: int) -> None:
-    """Adds a place to the first step with room that has not its prompt; where all with room have it, it changes places with
-    the nearest in a full step."""
-
-    def has(step: int, prompt: int) -> bool:
-        return any(block[other] == prompt for other in by_step[step])
-
-    with_room = [step for step, places in enumerate(by_step) if len(places) < count]
-    free = [step for step in with_room if not has(step, block[place])]
-    if free:
-        by_step[free[0]].append(place)
-        return
-    last = with_room[0]
-    for full in reversed([step for step in range(last) if not has(step, block[place])]):
-        for index in reversed(range(count)):
-            if not has(last, block[by_step[full][index]]):
-                by_step[full][index], place = place, by_step[full][index]
-                by_step[last].append(place)
-                return
-    by_step[last].append(place)
+def _changed_places(
+    by_step: list[list[int]], prompts: list[set[int]], place: int, block: Sequence[int], step: int
+) -> int:
+    """Puts a place into a full step that has not its prompt, the nearest; returns the one that leaves it for `step`, or
+    `place` itself where there is none."""
+    for full in reversed(range(step)):
+        if block[place] in prompts[full]:
+            continue
+        for index, other in reversed([*enumerate(by_step[full])]):
+            if block[other] not in prompts[step]:
+                by_step[full][index] = place
+                prompts[full] = {block[each] for each in by_step[full]}
+                return other
+    return place
 
 
 def _digest(ids: Sequence[str]) -> bytes:
