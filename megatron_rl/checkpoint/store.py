@@ -161,7 +161,7 @@ def _find_masters(state: State | list[object], stored: Callable[[str], manifest.
 
 
 def _one_of(saved: Mapping[str, manifest.TensorInfo]) -> Callable[[str], manifest.TensorInfo | None]:
-    """Of a weight's name one of its tensors: a weight of several sections is saved as `<name>.<section>` each."""
+    """Finds one of a weight's tensors: a weight of several sections is saved as `<name>.<section>` each."""
     of_section = {name.rpartition(".")[0]: info for name, info in saved.items()}
     return lambda name: saved.get(name) or of_section.get(name)
 

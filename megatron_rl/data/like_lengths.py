@@ -19,7 +19,7 @@ LENGTHS = "lengths.npz"  # a checkpoint's file
 
 @dataclass(frozen=True)
 class LikeLengths:
-    """What steps of like lengths go by, between two steps.
+    """Says between two steps which prompts come next.
 
     Attributes:
         prompts: digest of the training prompts' ids.
@@ -33,7 +33,7 @@ class LikeLengths:
 
     @classmethod
     def unknown(cls, ids: Sequence[str]) -> LikeLengths:
-        """Before anything is drawn. `ids`: of the training prompts."""
+        """Returns the state before anything is drawn. `ids`: of the training prompts."""
         return cls(_digest(ids), np.full(len(ids), np.nan))
 
     def next_step(
@@ -57,7 +57,7 @@ class LikeLengths:
         return queue[:count], replace(self, queue=tuple(queue[count:])), position
 
     def learned(self, means: Mapping[int, float]) -> LikeLengths:
-        """With what was drawn since, tokens by prompt."""
+        """Adds the mean tokens of what was drawn, by prompt."""
         known = self.means.copy()
         known[list(means)] = list(means.values())
         return replace(self, means=known)

@@ -56,7 +56,7 @@ ALWAYS = {
     "sft: steps epochs batch_size log_every eval_every",
     "reward_model: steps epochs batch_size log_every eval_every centering",
     "trainer: steps prompts_per_step minibatches epochs eval_every eval_rollouts eval_temperature eval_max_prompts",
-    "trainer: eval_reward eval_threshold",
+    "trainer: eval_reward eval_threshold like_lengths",
     "evaluation: pass_k confidence length_limit format_reward bug_reward pass_rate_reward pairwise style",
     "evaluation.harness: name",
     "checkpoint: every export",

@@ -1,4 +1,4 @@
-"""What `launch.generators` is refused with, and what follows from it."""
+"""What `launch.generators` and `trainer.like_lengths` are refused with, and what follows from the first."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ def test_what_it_does_not_go_with(overrides: tuple[str, ...], message: str) -> N
         check(config, machine=CPU)
     assert message in str(refusal.value)
     assert "launch.generators" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("launch.generators=1", "in other processes than those that save"),
+        ("rollout.partial={chunk_tokens: 8}", "no step waits for its longest response"),
+        ("algorithm.preset=dapo", "takes prompts until enough have a signal"),
+    ],
+)
+def test_what_steps_of_like_lengths_do_not_go_with(override: str, message: str) -> None:
+    config = load_recipe(RECIPE, ["trainer.like_lengths=4", override])
+    with pytest.raises(ConfigError, match="`trainer.like_lengths` does not go with this recipe") as refusal:
+        check(config, machine=CPU)
+    assert message in str(refusal.value)
+    check(load_recipe(RECIPE, ["trainer.like_lengths=4"]), machine=CPU)
 
 
 def test_what_follows_from_it() -> None:
