@@ -133,6 +133,13 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="scoring after the last response (default: that of --calibrate, or 0)",
     )
     add(
+        "--drafted-share",
+        type=_number(0, above=False),
+        metavar="P",
+        help="with rollout.speculation: of the tokens drawn while few enough sequences are left for drafts, those that were "
+        "guessed; a run logs rollouts/drafted_share (default: that of --calibrate, or 0)",
+    )
+    add(
         "--calibrate",
         type=Path,
         metavar="RUN",
@@ -223,8 +230,15 @@ def _responses(args: argparse.Namespace) -> Responses:
 
 
 def _predictor(args: argparse.Namespace, config: Config, cluster: Cluster, known: HFConfig | None) -> Predictor:
-    model = model_of(hf_config_of(config, known))
-    return predictor_of(config, model, cluster, _responses(args), args.reward_seconds, args.calibrate)
+    model, share = model_of(hf_config_of(config, known)), args.drafted_share
+    if share is not None:
+        if (speculation := config.rollout.speculation) is None:
+            raise ConfigError("--drafted-share has no effect here: it needs rollout.speculation")
+        if not share <= (most := speculation.tokens / (1 + speculation.tokens)):
+            raise ConfigError(
+                f"--drafted-share: drafts of {speculation.tokens} tokens guess at most {most:.3g} of all, not {share:g}"
+            )
+    return predictor_of(config, model, cluster, _responses(args), args.reward_seconds, args.calibrate, share)
 
 
 def _plan(

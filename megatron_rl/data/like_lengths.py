@@ -65,8 +65,8 @@ class LikeLengths:
     def pack(self) -> bytes:
         """A file's content."""
         file = io.BytesIO()
-        arrays = {"prompts": np.frombuffer(self.prompts, dtype=np.uint8), "means": self.means}
-        np.savez(file, **arrays, queue=np.array(self.queue, dtype=np.int64))
+        prompts, queue = np.frombuffer(self.prompts, dtype=np.uint8), np.array(self.queue, dtype=np.int64)
+        np.savez(file, prompts=prompts, means=self.means, queue=queue)
         return file.getvalue()
 
     @classmethod

@@ -137,6 +137,7 @@ def predictor_of(
     responses: Responses,
     reward_seconds: float | None = None,
     run: Path | None = None,
+    drafted_share: float | None = None,
 ) -> Predictor:
     """The predictor of a recipe's steps; with `run`, scaled so that the run's own times come out.
 
@@ -152,5 +153,7 @@ def predictor_of(
         plan = make_plan(recipe, its_model, measured.gpus, cluster.gpu_bytes)
         scaled = calibrated(replace(predictor, model=its_model), measured, recipe, plan)
         lengths = predictor.lengths if responses.is_given else measured.lengths
-        predictor = replace(scaled, model=model, lengths=lengths)
+        predictor = replace(scaled, model=model, lengths=lengths, drafted_share=measured.drafted_share)
+    if drafted_share is not None:
+        predictor = replace(predictor, drafted_share=drafted_share)
     return predictor if reward_seconds is None else replace(predictor, reward_seconds=reward_seconds)

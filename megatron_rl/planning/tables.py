@@ -165,8 +165,12 @@ def step_table(step: StepTime, predictor: Predictor, config: Config) -> str:
     if step.bubble > 0:
         waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
     lines.append("; ".join(waits))
-    if config.rollout.speculation is not None:
-        lines.append(f"{GENERATE}: without drafts (rollout.speculation), whose gain depends on what is drawn")
+    if (speculation := config.rollout.speculation) is not None:
+        guessed = f"{predictor.drafted_share:.0%} of the tokens" if predictor.drafted_share else "no token"
+        lines.append(
+            f"{GENERATE}: as if {guessed} drawn {speculation.below} sequences at a time or fewer had been guessed "
+            "(rollout.speculation, --drafted-share)"
+        )
     if factors := predictor.factors:
         took = ", ".join(f"{name} {factor:.3g}" for name, factor in factors.items())
         far = any(not 1 / _FAR < factors.get(name, 1.0) < _FAR for name in (GENERATE, UPDATE))

@@ -45,7 +45,7 @@ def test_what_it_does_not_go_with(overrides: tuple[str, ...], message: str) -> N
 )
 def test_what_steps_of_like_lengths_do_not_go_with(override: str, message: str) -> None:
     config = load_recipe(RECIPE, ["trainer.like_lengths=4", override])
-    with pytest.raises(ConfigError, match="`trainer.like_lengths` does not go with this recipe") as refusal:
+    with pytest.raises(ConfigError, match=r"`trainer\.like_lengths` does not go with this recipe") as refusal:
         check(config, machine=CPU)
     assert message in str(refusal.value)
     check(load_recipe(RECIPE, ["trainer.like_lengths=4"]), machine=CPU)

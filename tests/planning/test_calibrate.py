@@ -46,6 +46,16 @@ def test_the_runs_own_times_come_out(run: Path, capsys: pytest.CaptureFixture[st
     assert seconds(capsys, "--nodes", "2", "--calibrate", str(run), "--reward-seconds", "1")["reward"] == 1
 
 
+def test_what_the_run_guessed_is_in_its_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPE, ["rollout.speculation={tokens: 4, below: 100000}"])))
+    rows = [json.loads(line) | {"rollouts/drafted_share": 0.25} for line in (run / "metrics.jsonl").open()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = "--nodes", "2", "--calibrate", str(run), "rollout.speculation={tokens: 4, below: 100000}"
+    assert seconds(capsys, *given)["generate"] == pytest.approx(TIMES["generate"])
+    more = seconds(capsys, *given, "--drafted-share", "0.5")["generate"]
+    assert more == pytest.approx(TIMES["generate"] * 0.5 / 0.75, rel=0.03)  # but for reading prompts
+
+
 def test_recorded_lengths_are_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "rollouts").mkdir()
     np.savez(run / "rollouts" / "step_10.npz", lengths=np.full((4, 4), 2000.0))

@@ -55,7 +55,9 @@ def test_groups_that_are_replaced_and_drafts_are_spoken_of(capsys: pytest.Captur
     assert main([*PLAN, "rollout.speculation.tokens=4"]) == 0
     text = capsys.readouterr().out
     assert "as if every group had a signal" in text
-    assert "without drafts (rollout.speculation)" in text
+    assert "as if no token drawn 64 sequences at a time or fewer had been guessed (rollout.speculation, " in text
+    assert main([*PLAN, "rollout.speculation={tokens: 4, below: 9}", "--drafted-share", "0.6"]) == 0
+    assert "as if 60% of the tokens drawn 9 sequences at a time or fewer had been guessed" in capsys.readouterr().out
     seconds = []
     for ahead in ("true", "false"):
         assert main([*PLAN, "--signal-share", "0.6", f"algorithm.resample_ahead={ahead}"]) == 0
@@ -95,6 +97,11 @@ def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytes
             "--signal-share has no effect here: it needs algorithm.resample_rounds",
         ),
         (["--mtbf-hours", "4"], "--mtbf-hours has no effect here: it needs --simulate"),
+        (["--drafted-share", "0.1"], "--drafted-share has no effect here: it needs rollout.speculation"),
+        (
+            ["--drafted-share", "0.81", "rollout.speculation.tokens=4"],
+            "--drafted-share: drafts of 4 tokens guess at most 0.8 of all, not 0.81",
+        ),
         (["--fp8"], "--fp8 has no effect here: it needs --search"),
         (["--headroom-gib", "0"], "--headroom-gib has no effect here: it needs --search"),
         (["--write", "x.yaml"], "--write has no effect here: it needs --search"),

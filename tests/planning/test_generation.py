@@ -13,6 +13,7 @@ import pytest
 
 from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
+from megatron_rl.config.rollout_keys import SpeculationConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.planning.components import GIB
@@ -78,6 +79,29 @@ def test_a_batch_takes_as_long_as_one_decoded_step_by_step(responses: int, place
     assert 0 < predicted.idle < 1
     slower = replace(engine, hardware=replace(engine.hardware, memory=engine.hardware.memory / 2))
     assert slower.generate(responses, responses, LENGTHS).seconds > predicted.seconds
+
+
+def test_drafts_make_passes_longer_and_fewer() -> None:
+    found = published_config("Qwen3-8B")
+    assert found is not None
+    drafting = RolloutConfig(max_concurrent=64, speculation=SpeculationConfig(tokens=4, below=16))
+    pass_of = Decoding(model_of(found), drafting, TABLES["h100"], 1e9, 0.0, drafted_share=1e-12).step_seconds
+    engine = Decoding(model_of(found), drafting, TABLES["h100"], 1e9, 0.0, drafted_share=0.5)
+    plain = Decoding(
+        model_of(found), RolloutConfig(max_concurrent=64, async_scheduling=False), TABLES["h100"], 1e9, 0.0
+    )
+    rng, accepted, passes = np.random.default_rng(0), 0, 0
+    for _ in range(10_000):  # every guess is right with probability a half, until the first that is not
+        passes, accepted = passes + 1, accepted + min(4, int(rng.geometric(0.5)) - 1)
+    share = accepted / (accepted + passes)
+    counted = passes * pass_of(8, 1000) / (accepted + passes)
+    assert replace(engine, drafted_share=share).step_seconds(8, 1000) == pytest.approx(counted)
+    assert plain.step_seconds(8, 1000) < pass_of(8, 1000) < plain.step_seconds(40, 1000)
+    assert engine.step_seconds(16, 1000) < plain.step_seconds(16, 1000)
+    assert engine.step_seconds(17, 1000) == plain.step_seconds(17, 1000), "too many for drafts"
+    assert engine.generate(64, 64, LENGTHS).seconds < plain.generate(64, 64, LENGTHS).seconds
+    under_way = RolloutConfig(max_concurrent=64)  # its host prepares a pass under the one before
+    assert replace(plain, rollout=under_way).step_seconds(17, 1000) < engine.step_seconds(17, 1000)
 
 
 # Recipe of recipes/scale, nodes, responses' mean, `rollout.max_concurrent`: caches that are full, that are not, and groups

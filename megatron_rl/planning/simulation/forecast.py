@@ -23,7 +23,6 @@ from megatron_rl.planning.simulation.simulated_steps import (
     SimulatedRun,
     simulate,
 )
-from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.kernels import host_seconds
 from megatron_rl.planning.time.lengths import LogNormal
 from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime
@@ -110,7 +109,7 @@ def _modes(job: SimulatedJob) -> Sequence[Mode]:
 
 def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> SimulatedJob:
     """The recipe's step with the times that are predicted of its parts."""
-    decoding = Decoding(plan.model, config.rollout, predictor.hardware, plan.cache_tokens, plan.state_tokens)
+    decoding = predictor.decoding(config, plan)
     prompt, factor = predictor.lengths.prompt, predictor.factors.get(GENERATE, 1.0)
     phases = {name: seconds for name, seconds in step.seconds.items() if name not in (GENERATE, REWARD)}
 

@@ -24,12 +24,14 @@ class MeasuredRun:
         seconds: median of the later half of its steps, by phase (`timing_s/...`).
         lengths: of its responses, as drawn.
         gpus: its processes.
+        drafted_share: of its tokens, those that were guessed (`rollouts/drafted_share`).
     """
 
     folder: Path
     seconds: Mapping[str, float]
     lengths: Lengths
     gpus: int
+    drafted_share: float = 0.0
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredRun:
@@ -44,7 +46,8 @@ class MeasuredRun:
         rows = rows[len(rows) // 2 :]
         names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
         seconds = {name: median(row.get(f"timing_s/{name}", 0.0) for row in rows) for name in names - {"step"}}
-        return cls(folder, seconds, _lengths(folder, rows), [count for count in ranks if count][-1])
+        drafted = fmean(row.get("rollouts/drafted_share", 0.0) for row in rows)
+        return cls(folder, seconds, _lengths(folder, rows), [count for count in ranks if count][-1], drafted)
 
 
 def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
@@ -60,7 +63,8 @@ def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
 def calibrated(predictor: Predictor, run: MeasuredRun, config: Config, plan: MemoryPlan) -> Predictor:
     """`predictor` with factors that make it give the run's own times for the run's recipe, `config` in the layout of `plan`;
     what is not predicted takes as long as in the run."""
-    predicted = replace(predictor, lengths=run.lengths, factors={}).of(config, plan).seconds
+    as_drawn = replace(predictor, lengths=run.lengths, drafted_share=run.drafted_share, factors={})
+    predicted = as_drawn.of(config, plan).seconds
     factors = {
         phase: run.seconds[phase] / seconds
         for phase, seconds in predicted.items()

@@ -33,14 +33,21 @@ class GenerationTime:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One engine. `cache_tokens`: what its KV cache holds; `state_tokens`: of them, what each sequence takes beside its own
-    (both as of `MemoryPlan`)."""
+    """One engine.
+
+    Attributes:
+        cache_tokens: what its KV cache holds; `state_tokens`: of them, what each sequence takes beside its own (both as of
+            `MemoryPlan`).
+        drafted_share: with `rollout.speculation`, of the tokens of sequences that are few enough for drafts, those that were
+            guessed; so the others are a pass each.
+    """
 
     model: Model
     rollout: RolloutConfig
     hardware: Hardware
     cache_tokens: float
     state_tokens: float
+    drafted_share: float = 0.0
 
     @cached_property
     def _group(self) -> CommGroup:
@@ -73,10 +80,17 @@ class Decoding:
     def _active(self) -> float:
         return active_parameters(self.model) / self.rollout.tensor_parallel
 
+    def _drafts(self, running: float) -> int:
+        """Tokens of a draft; 0: none is made of so many sequences, or none would be right."""
+        speculation = self.rollout.speculation
+        return speculation.tokens if speculation and self.drafted_share and running <= speculation.below else 0
+
     def _parts(self, running: float, context: float) -> dict[str, float]:
+        """Seconds of a pass over all sequences, whose drafts are as long as they may be."""
         dims, hardware = self.model.dims, self.hardware
         always, experts = self._weights
-        touched = self.model.experts.touched(running) if self.model.experts else 0.0
+        tokens = running * (1 + self._drafts(running))
+        touched = self.model.experts.touched(tokens) if self.model.experts else 0.0
         read = hardware.memory * hardware.decode_share
         weights = (always + touched * experts) / read
         peak = (
@@ -84,30 +98,36 @@ class Decoding:
             if self.rollout.fp8 == "none"
             else hardware.fp8 * hardware.product_share_fp8
         )
-        products = 2 * running * self._active / peak
-        moved = running * dims["hidden"] * 2
+        products = 2 * tokens * self._active / peak
+        moved = tokens * dims["hidden"] * 2
         return {
             "weights": weights,
             "matrix products": max(0.0, products - weights),
             "cache": running * (context * self._cache + 2 * self._states) / read,
             "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
             "launches": self._kernels * hardware.launch,
-            "sampling": memory_seconds(hardware, running * dims["vocab"] * _SAMPLING),
+            "sampling": memory_seconds(hardware, tokens * dims["vocab"] * _SAMPLING),
         }
 
     def _host(self, running: float) -> float:
         return self.hardware.engine_host + running * self.hardware.engine_host_sequence
 
     def step_seconds(self, running: float, context: float) -> float:
-        """A decoding step of `running` sequences with `context` tokens each in the mean."""
+        """One more token of `running` sequences with `context` tokens each in the mean: a pass, with drafts a part of one."""
         device = sum(self._parts(running, context).values())
         host = self._host(running)
-        return max(device, host) if self.rollout.async_scheduling else device + host
+        seconds = max(device, host) if self._is_async else device + host
+        return seconds * (1 - self.drafted_share) if self._drafts(running) else seconds
+
+    @property
+    def _is_async(self) -> bool:
+        """Whether the host prepares a pass under the one before; with drafts it does not know that one's tokens."""
+        return self.rollout.async_scheduling and self.rollout.speculation is None
 
     def bound(self, running: float, context: float) -> str:
         """Names what takes most of such a step."""
         parts = self._parts(running, context) | {"host": 0.0}
-        if not self.rollout.async_scheduling or self._host(running) > sum(parts.values()):
+        if not self._is_async or self._host(running) > sum(parts.values()):
             parts["host"] = self._host(running)
         return max(parts, key=lambda name: parts[name])
 

@@ -85,6 +85,7 @@ class Predictor:
         reward_seconds: what scoring takes after the last response.
         factors: measured over predicted seconds, by phase (`calibrate`).
         others: seconds of phases that are not predicted, measured.
+        drafted_share: see `Decoding`.
     """
 
     model: Model
@@ -93,6 +94,7 @@ class Predictor:
     reward_seconds: float = 0.0
     factors: Mapping[str, float] = field(default_factory=dict)
     others: Mapping[str, float] = field(default_factory=dict)
+    drafted_share: float = 0.0
 
     @cached_property
     def _held(self) -> dict[tuple[int, ...], Parameters]:
@@ -114,9 +116,13 @@ class Predictor:
             self._held[cut] = trained_parameters(self.model, actor)
         return self._held[cut]
 
+    def decoding(self, config: Config, plan: MemoryPlan) -> Decoding:
+        cache = plan.cache_tokens, plan.state_tokens
+        return Decoding(self.model, config.rollout, self.hardware, *cache, self.drafted_share)
+
     def of(self, config: Config, plan: MemoryPlan) -> StepTime:
         """A checked recipe in the layout that `plan` is of."""
-        decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens, plan.state_tokens)
+        decoding = self.decoding(config, plan)
         responses = config.trainer.prompts_per_step * config.rollout.group_size
         generation = decoding.generate(responses / plan.engines, responses, self.lengths)
         batches, forward, update = self._training(config, plan.actor_world)
