@@ -32,31 +32,32 @@ from .faults import FAULTS
 
 Results = dict[str, Any]
 # A drawn model may blow roundings up, so that no bound for all holds. Of one that is off, by how much is measured: weights
-# are changed by a rounding each, up or down. A number has a thousand roundings and more behind it, by their root 32.
-SHAKEN, ROUNDING = 32.0, 2**-23
+# are changed by a rounding each, up or down, four times, as one may change a number by nothing. A number has a thousand
+# roundings and more behind it, by their root 32.
+SHAKEN, SHAKES, ROUNDING = 32.0, 4, 2**-23
 
 
 # ------------------------------------------------------------------------------------------------------------- on ranks
-def run(root: str, cases: Sequence[Case], alone: bool, fault: str = "", shaken: bool = False) -> None:
-    """One rank of every case in turn; the first saves what came of it. `alone`: what others are compared with. `shaken`: its
-    weights are off by a rounding each."""
+def run(root: str, cases: Sequence[Case], alone: bool, fault: str = "", shake: int = 0) -> None:
+    """One rank of every case in turn; the first saves what came of it. `alone`: what others are compared with. `shake`: of
+    those in which its weights are off by a rounding each, which."""
     refuse_what_is_avoided()
     if fault:
         FAULTS[fault]()
     for case in cases:
         try:
-            result = _learned(Path(root) / str(case.number), case, alone, shaken)
+            result = _learned(Path(root) / str(case.number), case, alone, shake)
         except Exception as error:
             error.add_note(f"again with: {command(case)}")
             raise
         if result is not None:
-            name = "shaken" if shaken else "alone" if alone else "own"
+            name = f"shaken_{shake}" if shake else "alone" if alone else "own"
             torch.save(result, Path(root) / str(case.number) / f"{name}.pt")
 
 
-def _learned(folder: Path, case: Case, alone: bool, shaken: bool) -> Results | None:
+def _learned(folder: Path, case: Case, alone: bool, shake: int) -> Results | None:
     batches = [batch_of(case, seed) for seed in range(2)]
-    config, actor = _started(folder, case, case.cut, shaken)
+    config, actor = _started(folder, case, case.cut, shake)
     result: Results = {"log_probs": scores(actor, batches[0].sequences)}
     if alone:
         result["start"] = _tensors(actor)
@@ -77,7 +78,7 @@ def _learned(folder: Path, case: Case, alone: bool, shaken: bool) -> Results | N
     return result if is_main else None
 
 
-def _started(folder: Path, case: Case, cut: Cut, shaken: bool = False) -> tuple[Config, Actor]:
+def _started(folder: Path, case: Case, cut: Cut, shake: int = 0) -> tuple[Config, Actor]:
     from megatron_rl.runtime import device, distributed
 
     config = config_of(case, str(folder / "run"), cut)
@@ -86,19 +87,19 @@ def _started(folder: Path, case: Case, cut: Cut, shaken: bool = False) -> tuple[
         begin = SafetensorsFolder(folder / "adapters")
         with device.megatron():
             load_hf_weights(actor.chunks, actor.adapters.family, actor.hf_config, begin, actor.parallel)
-    if shaken:
-        _shake(actor, case.number)
+    if shake:
+        _shake(actor, [case.number, shake])
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 4)
     return config, actor
 
 
 @torch.no_grad()
-def _shake(actor: Actor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _shake(actor: Actor, seed: Sequence[int]) -> None:
+    rng = np.random.default_rng(seed)
     for chunk in actor.chunks:
         for parameter in chunk.parameters():
-            signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            signs = torch.from_numpy(rng.integers(2, size=parameter.shape) * 2 - 1)
             parameter.mul_(1 + signs * ROUNDING)
 
 
@@ -176,23 +177,24 @@ def differences(case: Case, folder: Path) -> list[str]:
     """What of a case is not what one process makes of it: beyond the bounds, and beyond what roundings of its weights change,
     where that was measured."""
     own, want = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("own", "alone"))
-    near = torch.load(path, weights_only=True) if (path := folder / "shaken.pt").exists() else want
+    shakes = [torch.load(path, weights_only=True) for path in sorted(folder.glob("shaken_*.pt"))]
     bound, found = times(case) * tolerance.RELATIVE, list[str]()
-    for number, (mine, theirs, shaken) in enumerate(zip(own["metrics"], want["metrics"], near["metrics"], strict=True)):
+    for number, (mine, theirs) in enumerate(zip(own["metrics"], want["metrics"], strict=True)):
         for name in tolerance.differing(mine, theirs, times(case)):
-            numbers = [metrics.get(name, math.nan) for metrics in (mine, theirs, shaken)]
-            if not abs(numbers[0] - numbers[1]) <= SHAKEN * abs(numbers[2] - numbers[1]):
+            at = theirs.get(name, math.nan)
+            moved = max((abs(shaken["metrics"][number].get(name, math.nan) - at) for shaken in shakes), default=0.0)
+            if not abs(mine.get(name, math.nan) - at) <= SHAKEN * moved:
                 found.append(f"{name} of batch {number}: {mine.get(name)}, alone {theirs.get(name)}")
     for row, theirs in want["log_probs"].items():
-        mine, shaken = (float((each["log_probs"][row] - theirs).abs().max()) for each in (own, near))
-        if mine > max(times(case) * tolerance.LOG_PROB, SHAKEN * shaken):
-            found.append(f"log-probs of rollout {row} by {mine:.1e}")
+        off, *moves = (float((each["log_probs"][row] - theirs).abs().max()) for each in (own, *shakes))
+        if off > max(times(case) * tolerance.LOG_PROB, SHAKEN * max(moves, default=0.0)):
+            found.append(f"log-probs of rollout {row} by {off:.1e}")
     for name, theirs in want["end"].items():
         mine, start = own["end"][name], want["start"][name]
         # A weight keeps no more digits of its change than it has itself: one rounding of each step, of either process.
         rounding = 2**-24 * 2 * len(want["metrics"]) * float(theirs.norm() / (theirs - start).norm().clamp(min=1e-30))
-        shaken = distance(near["end"][name] - near.get("start", want["start"])[name], theirs - start)
-        off, allowed = distance(mine - start, theirs - start), max(bound + rounding, SHAKEN * shaken)
+        changes = [distance(shaken["end"][name] - shaken["start"][name], theirs - start) for shaken in shakes]
+        off, allowed = distance(mine - start, theirs - start), max(bound + rounding, SHAKEN * max(changes, default=0.0))
         if not (torch.equal(mine, theirs) or off < allowed):
             found.append(f"the change of {name} by {off:.1e}, {allowed:.1e} allowed")
     if case.then is not None:
@@ -230,8 +232,8 @@ def prove(cases: Iterable[Case], root: Path, fault: str = "") -> dict[int, list[
     for world, here in worlds.items():
         spawn(run, world, str(root), here, False, fault)
     off = [case for case in every if differences(case, root / str(case.number))]
-    if off:
-        spawn(run, 1, str(root), [case.alone for case in off], True, "", True)
+    for shake in range(1, SHAKES + 1) if off else ():
+        spawn(run, 1, str(root), [case.alone for case in off], True, "", shake)
     return {case.number: differences(case, root / str(case.number)) for case in every}
 
 
