@@ -22,7 +22,7 @@ from tests.models.mixed import FAMILY, LAYERS
 from tests.recipes.shipped import loaded, nodes, runnable
 
 from .built import hold
-from .test_planner import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
+from .planned_models import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
 
 WORLD = 4
 LLAMA = tiny("LlamaForCausalLM", head_dim=16)
