@@ -13,10 +13,15 @@ import json
 import os
 import random
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.others import told
 from benchmarks.prefix_cache import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from megatron_rl.rollout.drafts import Drafts
 
 PROMPTS, GROUP = 32, 8
 
@@ -44,7 +49,7 @@ def main() -> None:
         )
 
 
-def start(model: str, tokens: int, at_once: int) -> tuple[Any, Any]:
+def start(model: str, tokens: int, at_once: int) -> tuple[LLM, Drafts]:
     from vllm import LLM
 
     from megatron_rl.rollout.drafts import Drafts
@@ -74,7 +79,7 @@ def start(model: str, tokens: int, at_once: int) -> tuple[Any, Any]:
     return llm, drafts
 
 
-def draw(llm: Any, drafts: Any, epoch: int) -> dict[str, Any]:
+def draw(llm: LLM, drafts: Drafts, epoch: int) -> dict[str, Any]:
     """The responses of an epoch; what they were is remembered after it."""
     from vllm import SamplingParams
 

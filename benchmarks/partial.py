@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from megatron_rl.data.pause import trained_groups
 from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration
 from megatron_rl.planning.simulation.simulated_steps import SETTLING, Mode, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.lengths import LogNormal
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 PROMPTS, GROUP, PLACES, PROMPT, MEAN, LIMIT = 8, 8, 64, 10, 64, 480
 PARTIAL = PartialConfig(chunk_tokens=MEAN // 2)
@@ -87,7 +90,7 @@ def main() -> None:
         )
 
 
-def _synchronous(llm: Any, lengths: LogNormal, number: int) -> list[Phase]:
+def _synchronous(llm: LLM, lengths: LogNormal, number: int) -> list[Phase]:
     """A step's only phase."""
     tokens, _ = lengths.draw(np.random.default_rng((SEED, number)), PROMPTS, GROUP)
     return [_draw(llm, _prompts(number), tokens.ravel().tolist())]
@@ -110,7 +113,7 @@ def _prompts(number: int) -> list[list[int]]:
     return [[*_prompt(number, group)] for group in range(PROMPTS) for _ in range(GROUP)]
 
 
-def _partial(llm: Any, lengths: LogNormal, steps: int) -> list[list[Phase]]:
+def _partial(llm: LLM, lengths: LogNormal, steps: int) -> list[list[Phase]]:
     """The phases of each step. Groups are opened, paused and trained on as by `trainer.partial_sampling`."""
     texts, left, opened, done = (
         list[list[int]](),
@@ -143,7 +146,7 @@ def _prompt(number: int, group: int) -> list[int]:
     return [rng.randint(3, 60) for _ in range(PROMPT)]
 
 
-def _draw(llm: Any, texts: Sequence[list[int]], tokens: Sequence[int]) -> Phase:
+def _draw(llm: LLM, texts: Sequence[list[int]], tokens: Sequence[int]) -> Phase:
     """As many tokens behind each text, added to it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -13,9 +13,12 @@ import json
 import os
 import random
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.others import told
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 CONVERSATIONS, TURNS, GROUP, FIRST_ID, LAST_ID = 48, 5, 8, 3, 60
 PROMPTS = (10, 16, 40, 70)  # tokens
@@ -46,7 +49,7 @@ def main() -> None:
     print("the same bits" if len(digests) == 1 else f"{len(digests)} different results")
 
 
-def start(model: str, dtype: str, keeps: bool) -> Any:
+def start(model: str, dtype: str, keeps: bool) -> LLM:
     from vllm import LLM
 
     from megatron_rl.seams.vllm_decoding import DecodeScheduler, draw_ahead
@@ -71,7 +74,7 @@ def start(model: str, dtype: str, keeps: bool) -> Any:
     return llm
 
 
-def converse(llm: Any, order: int) -> dict[str, Any]:
+def converse(llm: LLM, order: int) -> dict[str, Any]:
     """What the conversations have drawn, in an order of their turns; the cache is empty before."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.agents import endpoint
 from megatron_rl.agents.endpoint import HttpServer
 from megatron_rl.agents.session import Session
-from tests.agents.test_dialects import USER, Held, code_of
+from tests.agents.held import USER, Held, code_of
 
 
 class Served:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+Expected = float | tuple[float, float] | None  # a value; or two that it must lie between; None: this step has none
+
 
 class Policy:
     """A model's log-probs and entropies by transformers, in float64."""

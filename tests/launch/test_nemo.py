@@ -13,9 +13,9 @@ import pytest
 import yaml
 from e2e.job import rows
 
+from .batch import compare
 from .cluster import Cluster
 from .jobs import REPOSITORY, SMALL, write_site
-from .test_scripts import compare
 
 pytestmark = pytest.mark.slurm
 PYTHON = REPOSITORY / ".venv-launch" / "bin" / "python"

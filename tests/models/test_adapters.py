@@ -16,7 +16,7 @@ from megatron_rl.weights.adapters import Adapter, FreshAdapters, begin_pass
 from megatron_rl.weights.inventory import LocalWeight
 from megatron_rl.weights.parallel import Axis, ParallelGroups
 
-from .test_reshard import model_of
+from .cut_by_hand import model_of
 
 MODEL = model_of("Qwen3ForCausalLM")
 RULES = [rule for rule in MODEL.family.rules if rule.is_projection]

@@ -19,10 +19,10 @@ from megatron_rl.planning.components import GIB, Part
 from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make_plan
 from tests.actor.processes import spawn
 from tests.models.mixed import FAMILY, LAYERS
-from tests.recipes.test_recipes import loaded, nodes, runnable
+from tests.recipes.shipped import loaded, nodes, runnable
 
 from .built import hold
-from .test_planner import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
+from .planned_models import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
 
 WORLD = 4
 LLAMA = tiny("LlamaForCausalLM", head_dim=16)

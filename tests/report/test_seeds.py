@@ -9,7 +9,7 @@ from megatron_rl.report import read_run, render
 from megatron_rl.report.charts import Chart, _together, draw
 from megatron_rl.report.run_record import by_recipe
 
-from .test_report_page import Outline, healthy, write_run
+from .run_folders import Outline, healthy, write_run
 
 
 def shifted(by: float) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from megatron_rl.cli import main
 from megatron_rl.report import read_run, render
 from megatron_rl.report.significance import effects_note, paired_difference, recipe_differences
 
-from .test_report_page import Outline, healthy, write_run
+from .run_folders import Outline, healthy, write_run
 
 
 def every_sign(differences: list[float], expected: float = 0.0) -> float:

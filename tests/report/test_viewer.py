@@ -20,7 +20,7 @@ from megatron_rl.base.messages import ConfigError
 from megatron_rl.report import read_run, render
 from megatron_rl.report.run_record import RolloutRow
 
-from .test_report_page import healthy, write_run
+from .run_folders import healthy, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")

@@ -17,7 +17,7 @@ from megatron_rl.rewards.judge import TIERS
 from megatron_rl.rewards.remote import RemoteReward
 from tests.actor.processes import spawn
 
-from .test_judge import SAMPLE, adds_up, scores
+from .judging import SAMPLE, adds_up, scores
 from .test_teacher import drawn
 from .tiny_models import CHAT_TEMPLATE, chat_model, classifier, export_reward_model
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from models.cut_by_hand import Weights
 from models.megatron import build, start, stop
-from models.test_reshard import Weights
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.models import Model, family_for, read_hf_config

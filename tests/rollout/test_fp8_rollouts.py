@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import tiny
-from models.test_reshard import Weights
+from models.cut_by_hand import Weights
 from torch import Tensor, nn
 
 from megatron_rl.config.schema import RolloutConfig

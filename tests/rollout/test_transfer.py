@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from models import tiny
+from models.cut_by_hand import model_of
 from models.megatron import spawn
-from models.test_reshard import model_of
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.runtime.distributed import ALONE

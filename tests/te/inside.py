@@ -157,7 +157,7 @@ def kept_activations() -> None:
 
     from megatron_rl.config import load_recipe
     from megatron_rl.planning import exact
-    from tests.planning.test_planner import MOE, QWEN2_TIED, QWEN3, RECIPES
+    from tests.planning.planned_models import MOE, QWEN2_TIED, QWEN3, RECIPES
 
     warnings.filterwarnings("ignore")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

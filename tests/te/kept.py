@@ -20,7 +20,7 @@ from megatron_rl.planning.memory import make_plan
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
 from megatron_rl.seams.transformer_engine import parts
-from tests.planning.test_planner import MOE, QWEN3, RECIPES
+from tests.planning.planned_models import MOE, QWEN3, RECIPES
 from tests.te.fp8 import as_on_a_gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}

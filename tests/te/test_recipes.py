@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.published import published_config
-from tests.recipes.test_recipes import loaded, nodes, runnable
+from tests.recipes.shipped import loaded, nodes, runnable
 from tests.te.processes import spawn
 from tests.te.recipes import build_configurations, build_stages, build_with_deepep
 
