@@ -27,7 +27,7 @@ from megatron_rl.config.rollout_keys import PartialConfig
 from megatron_rl.data.like_lengths import of_like_lengths
 from megatron_rl.data.pause import trained_groups
 from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration
-from megatron_rl.planning.simulation.simulated_steps import SETTLING, Mode, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.simulation.simulated_steps import SETTLING, Mode, SimulatedJob, simulate
 from megatron_rl.planning.time.lengths import LogNormal
 
 if TYPE_CHECKING:
@@ -65,16 +65,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of each, behind those in which partial rollouts settle")
     parser.add_argument("--spread", type=float, nargs="*", default=[0.5, 1.0, 1.5], help="of the lengths' logarithm")
     args = parser.parse_args()
-    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
-    # As a run has them: synchronous single turns do without the prefix cache.
-    synchronous, partial = start(args.model, "float32", keeps=False), start(args.model, "float32", keeps=True)
-    _synchronous(synchronous, LogNormal(MEAN, 0, LIMIT), 0), _partial(partial, LogNormal(MEAN, 0, LIMIT), 1)  # warm
+    synchronous, partial = engines(args.model)
     drawn = dict[tuple[float, Mode], list[list[Phase]]]()
     for spread in args.spread:
         lengths = LogNormal(MEAN, spread, LIMIT)
-        drawn[spread, "synchronous"] = [_synchronous(synchronous, lengths, number) for number in range(args.steps)]
+        drawn[spread, "synchronous"] = [synchronous_step(synchronous, lengths, number) for number in range(args.steps)]
         drawn[spread, "steps of like lengths"] = _like_lengths(synchronous, lengths, args.steps)
-        drawn[spread, "partial"] = _partial(partial, lengths, args.steps)
+        drawn[spread, "partial"] = partial_steps(partial, lengths, args.steps)
     speeds = {
         mode: _speed([phase for (_, of), steps in drawn.items() if of == mode for step in steps for phase in step])
         for mode in MODES
@@ -83,21 +80,30 @@ def main() -> None:
         figures = _figures(mode, LogNormal(MEAN, spread, LIMIT), steps, speeds[mode])
         print(json.dumps({"spread": spread, "mode": mode} | figures), flush=True)
     for spread in args.spread:
-        plain, partial_, like = (_sum(drawn[spread, mode]).rate for mode in MODES)
+        plain, partial_, like = (summed(drawn[spread, mode]).rate for mode in MODES)
         print(
             f"spread {spread}: partial rollouts draw {partial_ / plain:.2f} times as many tokens per CPU second, steps of "
             f"like lengths {like / plain:.2f} times"
         )
 
 
-def _synchronous(llm: LLM, lengths: LogNormal, number: int) -> list[Phase]:
+def engines(model: str) -> tuple[LLM, LLM]:
+    """One for synchronous steps and one for partial rollouts, which have drawn before."""
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    # As a run has them: synchronous single turns do without the prefix cache.
+    synchronous, partial = start(model, "float32", keeps=False), start(model, "float32", keeps=True)
+    synchronous_step(synchronous, LogNormal(MEAN, 0, LIMIT), 0), partial_steps(partial, LogNormal(MEAN, 0, LIMIT), 1)
+    return synchronous, partial
+
+
+def synchronous_step(llm: LLM, lengths: LogNormal, number: int) -> list[Phase]:
     """A step's only phase."""
     tokens, _ = lengths.draw(np.random.default_rng((SEED, number)), PROMPTS, GROUP)
     return [_draw(llm, _prompts(number), tokens.ravel().tolist())]
 
 
-def _like_lengths(llm: Any, lengths: LogNormal, steps: int) -> list[list[Phase]]:
-    """The only phase of each step, over the same groups as `_synchronous`."""
+def _like_lengths(llm: LLM, lengths: LogNormal, steps: int) -> list[list[Phase]]:
+    """The only phase of each step, over the same groups as `synchronous_step`."""
     drawn = [lengths.draw(np.random.default_rng((SEED, number)), PROMPTS, GROUP) for number in range(steps)]
     tokens, expected = (np.concatenate(part) for part in zip(*drawn, strict=True))
     texts = [text for number in range(steps) for text in _prompts(number)]
@@ -113,7 +119,7 @@ def _prompts(number: int) -> list[list[int]]:
     return [[*_prompt(number, group)] for group in range(PROMPTS) for _ in range(GROUP)]
 
 
-def _partial(llm: LLM, lengths: LogNormal, steps: int) -> list[list[Phase]]:
+def partial_steps(llm: LLM, lengths: LogNormal, steps: int, prompts: int = PROMPTS) -> list[list[Phase]]:
     """The phases of each step. Groups are opened, paused and trained on as by `trainer.partial_sampling`."""
     texts, left, opened, done = (
         list[list[int]](),
@@ -123,7 +129,7 @@ def _partial(llm: LLM, lengths: LogNormal, steps: int) -> list[list[Phase]]:
     )
     for number in range(1, steps + SETTLING + 1):
         llm.reset_prefix_cache()  # new weights
-        new = PARTIAL.opened(PROMPTS) - len(left)
+        new = PARTIAL.opened(prompts) - len(left)
         left = np.concatenate([left, lengths.draw(np.random.default_rng((SEED, number)), new, GROUP)[0]])
         texts += [[*_prompt(number, group)] for group in range(new) for _ in range(GROUP)]
         opened += [number] * new
@@ -133,7 +139,7 @@ def _partial(llm: LLM, lengths: LogNormal, steps: int) -> list[list[Phase]]:
             going_on = np.flatnonzero(left).tolist()
             phases.append(_draw(llm, [texts[row] for row in going_on], chunk.ravel()[going_on].tolist()))
             left = left - chunk
-            trained = trained_groups((left == 0).all(1).tolist(), opened, number, PROMPTS, PARTIAL.max_staleness)
+            trained = trained_groups((left == 0).all(1).tolist(), opened, number, prompts, PARTIAL.max_staleness)
         done.append(phases)
         rest = np.setdiff1d(np.arange(len(left)), trained).tolist()
         texts = [texts[group * GROUP + index] for group in rest for index in range(GROUP)]
@@ -178,11 +184,12 @@ def _draw(llm: LLM, texts: Sequence[list[int]], tokens: Sequence[int]) -> Phase:
 
 
 def _figures(mode: Mode, lengths: LogNormal, steps: Sequence[Sequence[Phase]], speed: EngineSpeed) -> dict[str, float]:
-    simulated, by_pass = (_simulated(mode, each, lengths, len(steps)) for each in (speed, _PASSES))
-    total, spent = _sum(steps), sum(step.generation.seconds for step in simulated.steps)
+    simulated, by_pass = (simulate(simulated_job(each, lengths), mode, len(steps), SEED) for each in (speed, _PASSES))
+    total, spent = summed(steps), sum(step.generation.seconds for step in simulated.steps)
+    held_places = sum(held(step.generation) for step in simulated.steps)
     return {
         "empty_places": round(total.empty / PLACES / total.seconds, 3),
-        "empty_places_simulated": round(sum(_empty(step.generation) for step in simulated.steps) / PLACES / spent, 3),
+        "empty_places_simulated": round(1 - held_places / PLACES / spent, 3),
         "tokens_per_cpu_second": round(total.rate),
         "seconds_per_step": round(total.seconds / len(steps), 3),
         "seconds_per_step_simulated": round(spent / len(steps), 3),
@@ -192,7 +199,7 @@ def _figures(mode: Mode, lengths: LogNormal, steps: Sequence[Sequence[Phase]], s
     }
 
 
-def _sum(steps: Sequence[Sequence[Phase]]) -> Phase:
+def summed(steps: Sequence[Sequence[Phase]]) -> Phase:
     return sum((phase for step in steps for phase in step), Phase(0.0, 0, 0, 0, 0.0))
 
 
@@ -203,17 +210,18 @@ def _speed(phases: Sequence[Phase]) -> EngineSpeed:
     return EngineSpeed(lambda running, _: base + each * running, lambda tokens: read * tokens, 1e9, PLACES)
 
 
-def _simulated(mode: Mode, speed: EngineSpeed, lengths: LogNormal, steps: int) -> SimulatedRun:
+def simulated_job(speed: EngineSpeed, lengths: LogNormal) -> SimulatedJob:
     """The same groups."""
-    job = SimulatedJob(speed, 1, 1, PROMPTS, GROUP, PROMPT, lengths, lambda tokens: {}, partial=PARTIAL)
-    return simulate(job, mode, steps, SEED)
+    return SimulatedJob(speed, 1, 1, PROMPTS, GROUP, PROMPT, lengths, lambda tokens: {}, partial=PARTIAL)
 
 
-def _empty(generation: SimulatedGeneration) -> float:
-    """Place-seconds."""
-    [running] = generation.running
-    times = np.array([*(time for time, _ in running), generation.seconds])
-    return float(np.diff(times) @ np.array([PLACES - number for _, number in running]))
+def held(generation: SimulatedGeneration) -> float:
+    """Place-seconds of all engines that have a sequence."""
+    total = 0.0
+    for running in generation.running:
+        times = np.array([*(time for time, _ in running), generation.seconds])
+        total += float(np.diff(times) @ np.array([number for _, number in running]))
+    return total
 
 
 if __name__ == "__main__":
