@@ -278,10 +278,10 @@ def _sampler(
                 report.warn(doubt)
     if command == "train" and config.rollout.partial is not None:
         check_prompts(config, prompts)
-    taken = config.trainer.steps * config.trainer.prompts_per_step
-    if command == "train" and config.trainer.like_lengths > 1 and taken <= len(prompts.train):
+    visits = config.trainer.steps * config.trainer.prompts_per_step
+    if command == "train" and config.trainer.like_lengths > 1 and visits <= len(prompts.train):
         report.warn(
-            f"trainer.like_lengths changes nothing: no prompt comes twice, {config.trainer.steps} steps take {taken:,} of "
+            f"trainer.like_lengths changes nothing: no prompt comes twice, {config.trainer.steps} steps take {visits:,} of "
             f"{len(prompts.train):,}"
         )
     if grid.link is None or grid.generates_only:
