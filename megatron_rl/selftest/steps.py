@@ -176,7 +176,6 @@ STEPS = (
         "mismatch.dense",
         "the same with the engine's weights in FP8",
         _APART,
-        need="FP8",
         overrides=("rollout.fp8=blockwise",),
         asked=True,
     ),

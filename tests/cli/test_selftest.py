@@ -77,7 +77,7 @@ def test_where_engine_and_actor_differ_is_shown_whole_and_a_changed_operation_co
     monkeypatch.setattr(selftest, "run_ranks", changed)
     assert cli.main(["selftest", "--mismatch", "--run-dir", str(tmp_path / "run")]) == 0
     steps = {path.parent.name: json.loads(path.read_text())["figures"] for path in tmp_path.glob("run/*/result.json")}
-    assert steps.keys() == {"mismatch", "mismatch-moe"}
+    assert steps.keys() == {"mismatch", "mismatch-moe", "mismatch-fp8"}
     kinds = {"norm", "attention", "mlp", "head"}
     for name, figures in steps.items():
         assert figures.keys() == {
