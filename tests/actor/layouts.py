@@ -80,9 +80,18 @@ AVOIDED = (
 
 
 def refuse_what_is_avoided() -> None:
-    """From here on, this process raises AssertionError where it comes to one of `AVOIDED`."""
+    """From here on, this process raises AssertionError where it comes to one of `AVOIDED`, or where a model is given a
+    padding mask, which Megatron-Core cuts over the global tensor-parallel group."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     for module, name, method in AVOIDED:
         setattr(getattr(importlib.import_module(f"megatron.core.{module}"), name), method, _raise)
+    prepare = GPTModel._preprocess
+
+    def prepared(*args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs) if padding_mask is None else _raise()
+
+    GPTModel._preprocess = prepared
 
 
 def _raise(*_: object, **__: object) -> None:
