@@ -74,7 +74,8 @@ class LikeLengths:
         """Undoes `pack`. ValueError where the training prompts are no longer those."""
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             saved = cls(file["prompts"].tobytes(), file["means"], tuple(file["queue"].tolist()))
-        if saved.prompts != _digest(ids):
+        known = len(saved.means) == len(ids) and all(0 <= place < len(ids) for place in saved.queue)
+        if saved.prompts != _digest(ids) or not known:
             raise ValueError("prompts that come next wait in it, and the training prompts are no longer those it has")
         return saved
 

@@ -45,21 +45,20 @@ KINDS["qwen3_vl_moe"] = (
 )
 
 
-def write(folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_5_vl") -> Path:
-    """A model folder with random values in every tensor, and the image processor's settings."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+def configuration(kind: str, tied: bool = False, **sizes: Any) -> Any:
+    """transformers' configuration of a kind; `sizes`: of its text model."""
     text = {
         "vocab_size": 61,
         "hidden_size": 64,
         "intermediate_size": 48,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 4,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         "bos_token_id": None,
         "eos_token_id": EOS,
         "rope_parameters": {"rope_theta": 100.0},
+        **sizes,
     }
     vision = {
         "depth": 3,
@@ -67,11 +66,20 @@ def write(folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_
         "intermediate_size": 40,
         "num_heads": 2,
         "patch_size": 4,
-        "out_hidden_size": 64,
+        "out_hidden_size": text["hidden_size"],
     }
     names = ("vision_start", "image", "vision_end", "video")
     tokens = {f"{name}_token_id": number for number, name in enumerate(names, START)}
-    _save(folder, kind, text, vision, {**tokens, "tie_word_embeddings": tied})
+    return _of_kind(kind, text, vision, {**tokens, "tie_word_embeddings": tied})
+
+
+def write(
+    folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_5_vl", seed: int = 0, **sizes: Any
+) -> Path:
+    """A model folder with random values in every tensor, and the image processor's settings."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    _save(folder, kind, configuration(kind, tied, **{"num_hidden_layers": layers, **sizes}), seed)
     Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024).save_pretrained(folder)
     return folder
 
@@ -85,22 +93,28 @@ def replace_model(folder: Path, kind: str) -> None:
     sizes = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "out_hidden_size")
     tower = {name: tower[name] for name in sizes}
     common = {name: value for name, value in created.items() if name.endswith("token_id") or name.startswith("tie")}
-    _save(folder, kind, text, tower, common)
+    _save(folder, kind, _of_kind(kind, text, tower, common))
 
 
-def _save(folder: Path, kind: str, text: dict[str, Any], tower: dict[str, Any], common: dict[str, Any]) -> None:
+def _of_kind(kind: str, text: dict[str, Any], tower: dict[str, Any], common: dict[str, Any]) -> Any:
     import transformers
 
-    config_class, model_class, of_text, of_tower = KINDS[kind]
+    config_class, _, of_text, of_tower = KINDS[kind]
     rope = {"rope_type": "default", **text["rope_parameters"], **of_text["rope_parameters"]}
-    config = getattr(transformers, config_class)(
+    return getattr(transformers, config_class)(
         text_config={**text, **of_text, "rope_parameters": rope},
         vision_config={**tower, **of_tower},
         **common,
         dtype="float32",
     )
+
+
+def _save(folder: Path, kind: str, config: Any, seed: int = 0) -> None:
+    import transformers
+
+    _, model_class, of_text, _ = KINDS[kind]
     model = getattr(transformers, model_class)(config).float()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -22,7 +22,7 @@ from megatron_rl.config.actor_checks import check_actor, check_actor_machine
 from megatron_rl.config.model_checks import check_model
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
-from tests.models import tiny
+from tests.models import seeing, tiny
 
 # Variants of `tiny`, one of each family at least, and the architecture that a folder of it names.
 FAMILIES = {
@@ -37,14 +37,22 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe")
+# Those that read images, kinds of `seeing`: numbers from `FIRST_SEEING` on.
+SEEING = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+FIRST_SEEING = 1_000_000
+MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe", "qwen3_vl_moe")
 GROUPED = ("deepseek_v3", "glm4_moe")  # whose routers have biases, and choose among groups of experts
 DIVISIONS = ("tensor", "pipeline", "context", "sequence", "expert", "data", "virtual", "expert_tensor")
 TRIES = 300
 # Refused whatever else is drawn: no such case comes.
-IMPOSSIBLE = {(family, name) for family in FAMILIES if family not in MIXTURES for name in ("expert", "expert_tensor")}
+EVERY = FAMILIES | SEEING
+IMPOSSIBLE = {(family, name) for family in EVERY if family not in MIXTURES for name in ("expert", "expert_tensor")}
 IMPOSSIBLE |= {(family, "tensor") for family in MIXTURES}  # experts need sequence parallelism beside it
-IMPOSSIBLE |= {("gpt_oss", "context"), ("gpt_oss", "expert_tensor")}
+IMPOSSIBLE |= {("gpt_oss", "context"), ("gpt_oss", "expert_tensor"), *((family, "context") for family in SEEING)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Case:
     lora_experts: bool = False
     replay: str = "none"
     biases: bool = False  # are updated
+    frozen: bool = False  # the tower of a model that reads images
 
     @property
     def alone(self) -> Case:
@@ -96,14 +105,14 @@ def draw(number: int) -> Case:
     rng = np.random.default_rng(number)
     for _ in range(TRIES):
         case = attempt(number, rng, family, division)
-        if divides(case, division) and not refusals(case):
+        if divides(case, division) and (family in FAMILIES or _possible(case)) and not refusals(case):
             return case
     raise LookupError(f"{family} by {division}: all of {TRIES} draws were refused")
 
 
 def wanted(number: int) -> tuple[str, str]:
     """Family and division of a number: all that are possible come in turn, and families change with every number."""
-    families = [*FAMILIES]
+    families = [*(FAMILIES if number < FIRST_SEEING else SEEING)]
     order = [
         (family, DIVISIONS[(turn + place) % len(DIVISIONS)])
         for turn in range(len(DIVISIONS))
@@ -129,8 +138,10 @@ def attempt(number: int, rng: np.random.Generator, family: str, division: str) -
     world, sizes = one_of(2, 2, 2, 3, 4, 4, 4, 6, 8), _sizes(rng, family)
     cut, mixture = _cut(rng, world, division, family in MIXTURES), family in MIXTURES
     group_size, groups = int(rng.integers(2, 5)), int(rng.integers(2, 6))
+    if family in SEEING:
+        group_size, groups = 1, 4  # of `seeing.batch`
     replicas = world // (cut.tensor * cut.pipeline * cut.context)
-    while groups // 2 * group_size < replicas:
+    while groups // 2 * group_size < replicas and family in FAMILIES:
         groups += 1
     actor: dict[str, Any] = {"recompute": one_of("none", "none", "selective", "full")}
     if actor["recompute"] == "selective":
@@ -156,6 +167,7 @@ def attempt(number: int, rng: np.random.Generator, family: str, division: str) -
         bool(lora and mixture and rng.random() < 0.5),
         one_of("none", "none", "old_log_probs", "rollout") if mixture else "none",
         family in GROUPED and not lora and rng.random() < 0.5,
+        family in SEEING and rng.random() < 0.3,
     )
 
 
@@ -191,6 +203,17 @@ def _cut(rng: np.random.Generator, world: int, division: str, mixture: bool) -> 
 
 def _sizes(rng: np.random.Generator, family: str) -> dict[str, Any]:
     """Of config.json. Heads and layers that many layouts divide, all else odd."""
+    if family in SEEING:
+        heads, kv_heads = (int(n) for n in rng.choice([(2, 2), (4, 2), (4, 4), (6, 3), (6, 6)]))
+        return {
+            "num_hidden_layers": int(rng.integers(2, 9)),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "hidden_size": 32 * heads,  # the sections of rotary positions are of heads of 32
+            "intermediate_size": 12 * int(rng.integers(2, 6)),
+            "vocab_size": int(rng.integers(40, 90)),
+            "tie_word_embeddings": bool(rng.random() < 0.4),
+        }
     heads, kv_heads = (int(n) for n in rng.choice([(4, 2), (4, 4), (2, 2), (6, 3), (6, 6), (8, 4)]))
     sizes: dict[str, Any] = {
         "num_hidden_layers": int(rng.integers(2, 7)),
@@ -219,8 +242,16 @@ def _sizes(rng: np.random.Generator, family: str) -> dict[str, Any]:
 
 @cache
 def _described(family: str, sizes: str) -> dict[str, Any]:
-    config = tiny.configuration(family, **yaml.safe_load(sizes)).to_dict()
-    return {**config, "architectures": [FAMILIES[family]]}
+    if family in SEEING:
+        config = seeing.configuration(family, **of_seeing(yaml.safe_load(sizes))).to_dict()
+    else:
+        config = tiny.configuration(family, **yaml.safe_load(sizes)).to_dict()
+    return {**config, "architectures": [EVERY[family]]}
+
+
+def of_seeing(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """As `seeing` names them."""
+    return {"tied" if name == "tie_word_embeddings" else name: value for name, value in sizes.items()}
 
 
 def described(case: Case) -> dict[str, Any]:
@@ -252,6 +283,7 @@ def config_of(case: Case, run_dir: str = "run", cut: Cut | None = None) -> Confi
     config.sft.optimizer.distributed = config.reward_model.optimizer.distributed = cut.distributed
     config.actor.tokens_per_microbatch, config.actor.logits_mib = case.tokens, 1
     config.actor.moe.routing_replay, config.actor.moe.bias_update_rate = case.replay, 0.01 * case.biases
+    config.actor.freeze_vision_tower = case.frozen
     if case.lora:
         config.actor.lora = LoRAConfig(rank=case.lora, alpha=1.5 * case.lora, experts=case.lora_experts)
     for key, value in case.actor.items():
@@ -338,12 +370,13 @@ def smaller(case: Case) -> Iterator[Case]:
         replace(case, replay="none"),
         replace(case, lora=0, lora_experts=False),
         replace(case, biases=False),
+        replace(case, frozen=False),
         replace(case, cut=replace(cut, virtual=1)),
         replace(case, cut=replace(cut, sequence=False)),
         replace(case, cut=replace(cut, distributed=True)),
         replace(case, tokens=4096),
         replace(case, decay=False, aggregation="token-mean"),
-        replace(case, groups=2, group_size=2),
+        replace(case, groups=2, group_size=2) if case.family in FAMILIES else case,
         replace(case, sizes={**case.sizes, "tie_word_embeddings": False}),
         *(
             replace(case, sizes={**case.sizes, "num_hidden_layers": n})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -25,9 +26,9 @@ from tests.actor.layouts import distance, in_parts, refuse_what_is_avoided
 from tests.actor.lora import scores
 from tests.actor.processes import spawn
 from tests.checkpoint import ranks
-from tests.models import tiny
+from tests.models import seeing, tiny
 
-from .draw import Case, Cut, command, config_of, smaller
+from .draw import SEEING, Case, Cut, command, config_of, of_seeing, smaller
 from .faults import FAULTS
 
 Results = dict[str, Any]
@@ -56,7 +57,7 @@ def run(root: str, cases: Sequence[Case], alone: bool, fault: str = "", shake: i
 
 
 def _learned(folder: Path, case: Case, alone: bool, shake: int) -> Results | None:
-    batches = [batch_of(case, seed) for seed in range(2)]
+    batches = [batch_of(case, seed, folder / "model") for seed in range(2)]
     config, actor = _started(folder, case, case.cut, shake)
     result: Results = {"log_probs": scores(actor, batches[0].sequences)}
     if alone:
@@ -121,7 +122,10 @@ def _tensors(actor: Actor) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------------- its material
 def make(folder: Path, case: Case) -> None:
     """The model of a case, and adapters of which neither factor is zero."""
-    tiny.write(folder / "model", case.family, case.number, **case.sizes)
+    if case.family in SEEING:
+        seeing.write(folder / "model", kind=case.family, seed=case.number, **of_seeing(case.sizes))
+    else:
+        tiny.write(folder / "model", case.family, case.number, **case.sizes)
     lora = config_of(case).actor.lora
     if lora is None:
         return
@@ -136,31 +140,38 @@ def make(folder: Path, case: Case) -> None:
     save_tensors(folder / "adapters" / "adapter_model.safetensors", values)
 
 
-def batch_of(case: Case, seed: int) -> TrainBatch:
-    """Rollouts of very different lengths, some of several sequences, with advantages of either sign."""
+def batch_of(case: Case, seed: int, model: Path) -> TrainBatch:
+    """Rollouts of very different lengths, some of several sequences or with images, with advantages of either sign."""
     rng, vocab = np.random.default_rng([case.number, seed]), case.sizes["vocab_size"]
+    if case.family in SEEING:
+        sequences = seeing.batch(model)
+        return _train_batch(case, sequences, [int(mask.sum()) for mask in sequences.loss_mask.values()], rng)
     count = case.groups * case.group_size
     prompts = [rng.integers(2, vocab, size=rng.integers(2, 10)) for _ in range(case.groups)]
     responses = [rng.integers(2, vocab, size=rng.integers(1, 25)) for _ in range(count)]
     pairs = [(prompts[row // case.group_size], responses[row]) for row in range(count)]
     sequences = in_parts(pairs, range(0, count, 3))
+    return _train_batch(case, sequences, [len(ids) for ids in responses], rng)
+
+
+def _train_batch(case: Case, sequences: TokenBatch, lengths: Sequence[int], rng: np.random.Generator) -> TrainBatch:
+    """`lengths`: response tokens of each rollout."""
     if case.replay == "rollout":
         sequences.experts = _chosen(case, sequences, rng)
-    advantages = rng.normal(size=count).astype(np.float32)
+    advantages = rng.normal(size=len(lengths)).astype(np.float32)
     return TrainBatch(
         sequences=sequences,
-        rollout_logprobs={
-            row: rng.normal(-4, 0.3, size=len(ids)).astype(np.float32) for row, ids in enumerate(responses)
-        },
-        advantages={row: np.full(len(ids), advantages[row]) for row, ids in enumerate(responses)},
-        group=np.arange(count) // case.group_size,
+        rollout_logprobs={row: rng.normal(-4, 0.3, size=n).astype(np.float32) for row, n in enumerate(lengths)},
+        advantages={row: np.full(n, advantages[row]) for row, n in enumerate(lengths)},
+        group=np.arange(len(lengths)) // case.group_size,
     )
 
 
 def _chosen(case: Case, sequences: TokenBatch, rng: np.random.Generator) -> dict[int, np.ndarray]:
     """Experts of every token and layer, at random."""
-    layers, top = case.sizes["num_hidden_layers"], case.sizes["num_experts_per_tok"]
-    experts = next(case.sizes[k] for k in ("n_routed_experts", "num_local_experts", "num_experts") if k in case.sizes)
+    layers, sizes = case.sizes["num_hidden_layers"], {"num_experts": 4, "num_experts_per_tok": 2} | case.sizes
+    top = sizes["num_experts_per_tok"]
+    experts = next(sizes[k] for k in ("n_routed_experts", "num_local_experts", "num_experts") if k in sizes)
     tokens = rng.random((sum(sequences.lengths), layers, experts)).argsort(axis=2)[..., :top].astype(np.uint8)
     return dict(enumerate(np.split(tokens, np.cumsum(sequences.lengths)[:-1])))
 
@@ -199,18 +210,18 @@ def differences(case: Case, folder: Path) -> list[str]:
             found.append(f"the change of {name} by {off:.1e}, {allowed:.1e} allowed")
     if case.then is not None:
         found += [f"a save: {error}" for error in own["saves"] if error]
-        found += _checkpoint_differences(folder)
+        found += _checkpoint_differences(folder, case.frozen)
     return found
 
 
-def _checkpoint_differences(folder: Path) -> list[str]:
-    """Tensors of a checkpoint that another layout has loaded, and saved as other bits."""
+def _checkpoint_differences(folder: Path, frozen: bool) -> list[str]:
+    """Tensors of a checkpoint that another layout has loaded, and saved as other bits. `frozen`: of the tower the optimizer
+    has none, and `contents` says of the plain one's that it has its weights."""
     from tests.checkpoint.test_layouts import contents
 
     want, own = (contents(folder / name / "step_1") for name in ("before", "after"))
-    names = sorted(
-        name for name in want.keys() ^ own.keys() if not name.endswith("expert_bias")
-    )  # none of the optimizer's
+    is_none = re.compile(r".*expert_bias|optimizer\..*visual\..*" if frozen else ".*expert_bias")  # no optimizer's
+    names = sorted(name for name in want.keys() ^ own.keys() if not is_none.fullmatch(name))
     for name in want.keys() & own.keys():
         rows = min(len(want[name]), len(own[name]))  # the vocabulary is padded to the layout
         if not torch.equal(want[name][:rows], own[name][:rows]):
