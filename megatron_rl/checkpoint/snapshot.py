@@ -26,7 +26,7 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import megatron_checkpoint, torch_archive, torch_dist
-from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place
+from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, counting_steps
 from megatron_rl.weights.adapters import adapters_in, sharded_adapters
 
 # Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
@@ -75,7 +75,7 @@ def sharded_state(chunks: Sequence[Chunk], optimizer: Optimizer, loading: bool) 
     model = sharded_model(chunks)
     # The optimizer wants one flat dictionary of the model's tensors to find its own by.
     flat = model["model0"] if len(chunks) == 1 else model
-    with buckets_in_place() if loading else contextlib.nullcontext():
+    with counting_steps(optimizer), buckets_in_place() if loading else contextlib.nullcontext():
         return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
 
 

@@ -228,7 +228,7 @@ def _with_groups(loaded: State, requested: State, step: float) -> State:
         elif key == "optimizer" or isinstance(key, int):
             result[key] = _with_groups(loaded.get(key, {}), value, step)
         elif key == "state":
-            result[key] = loaded[key] | {"common_step": torch.tensor(step)}
+            result[key] = loaded.get(key, {}) | {"common_step": torch.tensor(step)}  # no part of this rank's has any
         elif key not in result and not isinstance(value, ShardedBase | dict | list):
             result[key] = value
     return result

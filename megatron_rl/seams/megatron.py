@@ -274,6 +274,26 @@ def keeping_adam_steps(optimizer: Optimizer) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
 @contextlib.contextmanager
+def counting_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Around `sharded_state_dict`: gives each part the number of steps where this rank has none of its parameters, as a
+    pipeline stage without experts. The distributed optimizer reads it from torch's Adam's state, and finds none."""
+    adams = [part.optimizer for part in optimizer_parts(optimizer) if isinstance(part, DistributedOptimizer)]
+    adams = [adam for adam in adams if isinstance(adam, torch.optim.Adam | torch.optim.AdamW)]
+    steps = [state["step"] for adam in adams for state in adam.state.values()][:1] or [torch.zeros(())]
+    empty = [adam for adam in adams if not adam.state]
+    for adam in empty:
+        adam.state[_NOBODYS] = {"step": steps[0]}
+    try:
+        yield
+    finally:
+        for adam in empty:
+            del adam.state[_NOBODYS]
+
+
+_NOBODYS = "no parameter"  # a key of Adam's state
+
+
+@contextlib.contextmanager
 def buckets_in_place() -> Iterator[None]:
     """Lets Megatron-Core find the distributed optimizer's state, to load it, where a buffer has several buckets.
 

@@ -38,6 +38,7 @@ CONTEXT = Layout(context=2)
 LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
 GATED_PLAIN = Layout(model="model-qwen3_5", distributed=False)  # weights of several sections
 GATED_BF16 = replace(GATED_PLAIN, dtype="bfloat16")
+DENSE_FIRST = Layout(model="model-deepseek_v3")  # over four stages the first has no experts
 SECTIONS = Layout(tensor=2, lora=4, model="model-qwen3_5")  # adapters beside in_proj, of which each rank has six ranges
 DROPPING = Layout(lora=4, dropout=0.25)
 SAVED = [
@@ -57,7 +58,7 @@ SAVED = [
     UNEVEN,
     CONTEXT,
 ]
-SAVED += [CUT, CUT_PLAIN, WHOLE, GATED_PLAIN, GATED_BF16]
+SAVED += [CUT, CUT_PLAIN, WHOLE, GATED_PLAIN, GATED_BF16, DENSE_FIRST]
 ON_TWO = [
     (TP2, TP2),
     (TP2, Layout(pipeline=2)),
@@ -120,6 +121,8 @@ ON_FOUR = [
     (EXPERTS, Layout(model="model-experts", tensor=2, expert=2, sequence=True)),
     (CUT, Layout(model="model-experts", tensor=2, expert=4, sequence=True)),
     (WHOLE, Layout(model="model-experts", tensor=2, expert=2, expert_tensor=2, sequence=True)),
+    (DENSE_FIRST, replace(DENSE_FIRST, pipeline=4)),
+    (DENSE_FIRST, replace(DENSE_FIRST, pipeline=4, distributed=False)),
 ]
 
 
@@ -140,7 +143,8 @@ def contents(folder: Path) -> dict[str, Tensor]:
     if not any(
         name.startswith("optimizer.state.param.") for name in tensors
     ):  # an fp32 model's weights are the optimizer's
-        tensors |= {f"optimizer.state.param.{name}": tensor for name, tensor in weights.items()}
+        learned = {name: tensor for name, tensor in weights.items() if not name.endswith("expert_bias")}
+        tensors |= {f"optimizer.state.param.{name}": tensor for name, tensor in learned.items()}
     return tensors
 
 
