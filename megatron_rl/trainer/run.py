@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.reward import RewardActor
 from megatron_rl.agents import journal
@@ -254,8 +256,6 @@ def _sampler(
     config: Config, grid: ProcessGrid, run_dir: Path, command: str, report: Reporter, algorithm: Algorithm
 ) -> Sampler:
     """Prompts and rewards, checked against one another."""
-    from transformers import AutoTokenizer
-
     report.phase("loading the model and the tasks")
     folder = model_folder(config, report, run_dir)
     grid.everyone.barrier()
