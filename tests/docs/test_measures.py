@@ -45,6 +45,9 @@ def test_files_and_functions_are_short() -> None:
     for file, node in nodes():
         if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES:
             long.append(f"{file}:{node.lineno} {node.name}")
+    for folder in ("tests", "tools", "benchmarks"):
+        lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py")}
+        long += [f"{path}: {lines} lines" for path, lines in lengths.items() if lines > FILE_LINES]
     assert not long, long
 
 
