@@ -141,7 +141,7 @@ def _find_masters(state: State | list[object], stored: Callable[[str], manifest.
 
     Args:
         state: an optimizer's sharded state, or a dictionary or list in it.
-        stored: one of the checkpoint's tensors of a weight.
+        stored: looks a weight up by name: one of its tensors in the checkpoint, or None.
     """
     elsewhere: State = {}
     for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
@@ -228,7 +228,9 @@ def _with_groups(loaded: State, requested: State, step: float) -> State:
         elif key == "optimizer" or isinstance(key, int):
             result[key] = _with_groups(loaded.get(key, {}), value, step)
         elif key == "state":
-            result[key] = loaded.get(key, {}) | {"common_step": torch.tensor(step)}  # no part of this rank's has any
+            result[key] = loaded.get(key, {}) | {
+                "common_step": torch.tensor(step)
+            }  # none where this rank's part holds no parameter
         elif key not in result and not isinstance(value, ShardedBase | dict | list):
             result[key] = value
     return result

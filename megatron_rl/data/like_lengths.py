@@ -39,7 +39,7 @@ class LikeLengths:
     def next_step(
         self, take: Callable[[int, int], list[int]], position: int, count: int, steps: int, seed: int
     ) -> tuple[list[int], LikeLengths, int]:
-        """A step's prompts, what is left, and the position behind all that were taken.
+        """Returns a step's prompts, the state without them, and the position in the order behind all that were taken.
 
         Args:
             take: the order of the training prompts, by position and number.
@@ -63,7 +63,7 @@ class LikeLengths:
         return replace(self, means=known)
 
     def pack(self) -> bytes:
-        """A file's content."""
+        """Returns the checkpoint file's content."""
         file = io.BytesIO()
         prompts, queue = np.frombuffer(self.prompts, dtype=np.uint8), np.array(self.queue, dtype=np.int64)
         np.savez(file, prompts=prompts, means=self.means, queue=queue)
@@ -81,11 +81,14 @@ class LikeLengths:
 
 
 def of_like_lengths(block: Sequence[int], means: np.ndarray, count: int) -> list[list[int]]:
-    """The prompts of a block, a multiple of `count`, in steps of so many: those with long responses together, within a step
-    in the block's order.
+    """Divides a block's prompts, a multiple of `count`, into steps of `count`: those with long responses share one. Within a
+    step they keep the block's order.
 
-    Where none is known the block stays as it is. One of which nothing is known counts as one in the middle. A prompt that
-    comes twice comes in different steps, where there are any.
+    Where no length is known the block stays as it is; else a prompt without one counts as the median. A prompt that comes
+    twice comes in different steps, where there are enough.
+
+    Args:
+        means: float64 [training prompts], mean response tokens; NaN where unknown.
     """
     known = means[list(block)]
     steps = len(block) // count
@@ -108,8 +111,8 @@ def of_like_lengths(block: Sequence[int], means: np.ndarray, count: int) -> list
 def _changed_places(
     by_step: list[list[int]], prompts: list[set[int]], place: int, block: Sequence[int], step: int
 ) -> int:
-    """Puts a place into a full step that has not its prompt, the nearest; returns the one that leaves it for `step`, or
-    `place` itself where there is none."""
+    """Swaps a place into the nearest full step without its prompt. Returns the place that moves to `step` in exchange, or
+    `place` itself where no swap is possible."""
     for full in reversed(range(step)):
         if block[place] in prompts[full]:
             continue

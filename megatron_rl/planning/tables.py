@@ -269,9 +269,11 @@ def simulation_table(simulated: Forecast, config: Config) -> str:
         if isinstance(job.lengths, LogNormal)
         else ""
     )
+    runs_otherwise = config.rollout.partial or config.launch.generators or config.trainer.like_lengths > 1
+    heading = "synchronous" if runs_otherwise else "synchronous, as a run is"
     lines = [
         f"{len(run.steps)} steps simulated: {job.engines} engines, {job.prompts * job.count:,} responses a step, {lengths}",
-        f"{'synchronous, as a run is':40s}{'seconds':>10s}{'median':>10s}{'p95':>10s}{'share':>10s}{'idle':>10s}",
+        f"{heading:40s}{'seconds':>10s}{'median':>10s}{'p95':>10s}{'share':>10s}{'idle':>10s}",
     ]
     for name, values in seconds.items():
         idle = run.idle(None if name == "step" else name)

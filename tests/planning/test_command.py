@@ -48,6 +48,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "recorded, of 4 prompts" in text
     assert "split, launch.generators=" in text
     assert text.count("not in this product") == 1
+    assert "synchronous, as a run is" in text
+    assert main([*PLAN, "trainer.like_lengths=4", "algorithm.resample_rounds=0"]) == 0
+    assert "synchronous, as a run is" not in capsys.readouterr().out
     assert "goodput" not in text  # nothing is known of failures
 
 

@@ -81,12 +81,12 @@ class Decoding:
         return active_parameters(self.model) / self.rollout.tensor_parallel
 
     def _drafts(self, running: float) -> int:
-        """Tokens of a draft; 0: none is made of so many sequences, or none would be right."""
+        """Returns the tokens of a draft; 0 where too many sequences run, or no draft would be accepted."""
         speculation = self.rollout.speculation
         return speculation.tokens if speculation and self.drafted_share and running <= speculation.below else 0
 
     def _parts(self, running: float, context: float) -> dict[str, float]:
-        """Seconds of a pass over all sequences, whose drafts are as long as they may be."""
+        """Predicts the seconds of a pass over all sequences, by cause. Every sequence has a draft of full length."""
         dims, hardware = self.model.dims, self.hardware
         always, experts = self._weights
         tokens = running * (1 + self._drafts(running))
