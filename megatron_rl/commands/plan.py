@@ -133,11 +133,17 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="scoring after the last response (default: that of --calibrate, or 0)",
     )
     add(
+        "--signal-share",
+        type=_number(0),
+        metavar="P",
+        help="with algorithm.resample_rounds: of the groups that have a signal (default 1: none is replaced)",
+    )
+    add(
         "--drafted-share",
         type=_number(0, above=False),
         metavar="P",
         help="with rollout.speculation: of the tokens drawn while few enough sequences are left for drafts, those that were "
-        "guessed; a run logs rollouts/drafted_share (default: that of --calibrate, or 0)",
+        "guessed; a run logs rollouts/drafted_share_below (default: that of --calibrate, or 0)",
     )
     add(
         "--calibrate",
@@ -152,12 +158,6 @@ def _add_simulation(group: argparse._ArgumentGroup) -> None:
     add("--simulate", action="store_true", help="synchronous steps, and what other ways would give")
     add("--simulated-steps", type=_count, metavar="N", help=f"default {_SIMULATED_STEPS}")
     add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
-    add(
-        "--signal-share",
-        type=_number(0),
-        metavar="P",
-        help="with algorithm.resample_rounds: of the groups that have a signal (default 1: none is replaced)",
-    )
     add(
         "--judge-seconds",
         type=_numbers(0, above=False, most=2),
@@ -213,7 +213,7 @@ def _check_options(args: argparse.Namespace) -> None:
         (
             "--simulate",
             args.simulate,
-            ("simulated_steps", "drawn_before", "signal_share", "judge_seconds", "mtbf_hours"),
+            ("simulated_steps", "drawn_before", "judge_seconds", "mtbf_hours"),
         ),
         ("--search", args.search, ("fp8", "headroom_gib", "write")),
         ("no --response-lengths", args.response_lengths is None, ("response_tokens",)),
@@ -229,6 +229,16 @@ def _responses(args: argparse.Namespace) -> Responses:
     return Responses(args.response_lengths, mean, spread, args.prompt_tokens)
 
 
+def _signal_share(args: argparse.Namespace, config: Config) -> float:
+    if args.signal_share is None:
+        return 1.0
+    if args.signal_share > 1:
+        raise ConfigError(f"--signal-share: a share is at most 1, not {args.signal_share:g}")
+    if not config.algorithm.resample_rounds:
+        raise ConfigError("--signal-share has no effect here: it needs algorithm.resample_rounds")
+    return float(args.signal_share)
+
+
 def _predictor(args: argparse.Namespace, config: Config, cluster: Cluster, known: HFConfig | None) -> Predictor:
     model, share = model_of(hf_config_of(config, known)), args.drafted_share
     if share is not None:
@@ -238,7 +248,8 @@ def _predictor(args: argparse.Namespace, config: Config, cluster: Cluster, known
             raise ConfigError(
                 f"--drafted-share: drafts of {speculation.tokens} tokens guess at most {most:.3g} of all, not {share:g}"
             )
-    return predictor_of(config, model, cluster, _responses(args), args.reward_seconds, args.calibrate, share)
+    signal = _signal_share(args, config)
+    return predictor_of(config, model, cluster, _responses(args), args.reward_seconds, args.calibrate, share, signal)
 
 
 def _plan(
@@ -300,11 +311,6 @@ def _simulated(
 
 def _simulation(args: argparse.Namespace, config: Config, nodes: int) -> Simulation:
     judge = failures = None
-    share = 1.0 if args.signal_share is None else args.signal_share
-    if share > 1:
-        raise ConfigError(f"--signal-share: a share is at most 1, not {share:g}")
-    if args.signal_share is not None and not config.algorithm.resample_rounds:
-        raise ConfigError("--signal-share has no effect here: it needs algorithm.resample_rounds")
     if args.judge_seconds and args.judge_seconds[0]:
         mean, at_once = (*args.judge_seconds, _JUDGED_AT_ONCE)[:2]
         if at_once < 1:
@@ -314,7 +320,7 @@ def _simulation(args: argparse.Namespace, config: Config, nodes: int) -> Simulat
         hours, minutes = (*args.mtbf_hours, _RESTART_MINUTES)[:2]
         failures = hours * 3600 / nodes, minutes * 60
     steps = args.simulated_steps or _SIMULATED_STEPS
-    return Simulation(steps, _responses(args), args.drawn_before, judge, failures, share)
+    return Simulation(steps, _responses(args), args.drawn_before, judge, failures, _signal_share(args, config))
 
 
 def _measure(config: Config, known: HFConfig | None, world: int, cluster: Cluster) -> Sequence[RankMemory]:

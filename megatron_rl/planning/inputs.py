@@ -19,6 +19,7 @@ from megatron_rl.models.registry import created_config
 from megatron_rl.models.text_only import language_model
 from megatron_rl.planning.components import GIB, MemoryPlan
 from megatron_rl.planning.memory import make_plan
+from megatron_rl.planning.simulation.generation_share import SimulatedShare
 from megatron_rl.planning.time.calibrate import MeasuredRun, calibrated
 from megatron_rl.planning.time.hardware import Hardware
 from megatron_rl.planning.time.lengths import Lengths, LogNormal, Recorded, Tokens, read_lengths
@@ -138,6 +139,7 @@ def predictor_of(
     reward_seconds: float | None = None,
     run: Path | None = None,
     drafted_share: float | None = None,
+    signal_share: float = 1.0,
 ) -> Predictor:
     """The predictor of a recipe's steps; with `run`, scaled so that the run's own times come out.
 
@@ -146,7 +148,8 @@ def predictor_of(
     """
     with errors_named("--response-..., --calibrate", as_error=ConfigError):
         measured = None if run is None else MeasuredRun.read(run)
-        predictor = Predictor(model, cluster.hardware, responses.lengths(config))
+        share = SimulatedShare(responses.to_draw, signal_share)
+        predictor = Predictor(model, cluster.hardware, responses.lengths(config), generation_share=share)
     if measured is not None:
         recipe = load_recipe(measured.folder / "recipe.yaml")
         its_model = model_of(hf_config_of(recipe, known_config(recipe, None)[0]))

@@ -131,6 +131,7 @@ def step_figures(step: StepTime) -> dict[str, object]:
         "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
         "bounds": dict(step.bounds),
         "bubble_share": step.bubble,
+        "generation_share": step.generation_share,
         "tail_idle_share": step.generation.idle,
         "microbatches": step.microbatches,
     }
@@ -158,6 +159,17 @@ def step_table(step: StepTime, predictor: Predictor, config: Config) -> str:
     waits = [
         f"{step.generation.idle:.0%} of the engines' places are empty while the longest responses end ({GENERATE})"
     ]
+    if step.generation_share != 1:
+        keys = (
+            ("rollout.partial", config.rollout.partial),
+            ("trainer.like_lengths, from the second epoch on", config.trainer.like_lengths > 1),
+            ("algorithm.resample_rounds", config.algorithm.resample_rounds),
+        )
+        ways = "; ".join(key for key, is_set in keys if is_set)
+        waits = [
+            f"{GENERATE}: {step.generation_share:.2f} times a plain step's, by simulated steps ({ways}); of a plain step's "
+            f"places {step.generation.idle:.0%} are empty while the longest responses end"
+        ]
     if step.beside:
         waits.append(
             f"{' and '.join(name for name in step.beside if name in step.seconds)} of the next step go on beside it"

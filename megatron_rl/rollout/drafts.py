@@ -49,6 +49,7 @@ class Drafts:
         text.tokens.extend(drawn)
         if together > self._below:
             return []
+        self._counts["drawn_below"] += len(drawn)
         return group.continuation(text.tokens, self._tokens)
 
     def verified(self, drafted: int, accepted: int) -> None:
@@ -61,7 +62,8 @@ class Drafts:
         self._counts["drawn"] += drawn
 
     def take_counts(self) -> Counter[str]:
-        """Tokens that were `drafted`, `accepted` and, in requests that have ended, `drawn` since the last call."""
+        """Tokens that were `drafted`, `accepted`, `drawn_below`, while responses were few enough for drafts, and, in requests
+        that have ended, `drawn` since the last call."""
         counts, self._counts = self._counts, Counter()
         return counts
 

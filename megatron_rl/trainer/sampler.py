@@ -351,6 +351,7 @@ class Sampler:
         if drafts["drafted"]:
             counters["rollouts/draft_acceptance"] = drafts["accepted"] / drafts["drafted"]
             counters["rollouts/drafted_share"] = drafts["accepted"] / drafts["drawn"]
+            counters["rollouts/drafted_share_below"] = drafts["accepted"] / drafts["drawn_below"]
         return counters
 
     def reward_table(self, rollouts: Rollouts, greedy: Rollouts | None = None) -> RewardTable:

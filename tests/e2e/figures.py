@@ -135,7 +135,7 @@ TABLE: dict[str, Entry] = {
     "rollouts/truncated_share": Recomputed(lambda step: float(step.file["truncated"].mean())),
     **{
         f"rollouts/{name}": Elsewhere("tests/seams/test_decoding.py::test_the_short_way_and_drafts_draw_the_same")
-        for name in ("draft_acceptance", "drafted_share")
+        for name in ("draft_acceptance", "drafted_share", "drafted_share_below")
     },
     "reward_timeouts/<column>": Elsewhere(
         "tests/rewards/test_scorer.py::test_a_call_that_hangs_is_given_up_counted_and_in_nobodys_way"

@@ -48,12 +48,24 @@ def test_the_runs_own_times_come_out(run: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_the_run_guessed_is_in_its_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPE, ["rollout.speculation={tokens: 4, below: 100000}"])))
-    rows = [json.loads(line) | {"rollouts/drafted_share": 0.25} for line in (run / "metrics.jsonl").open()]
+    rows = [json.loads(line) | {"rollouts/drafted_share_below": 0.25} for line in (run / "metrics.jsonl").open()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = "--nodes", "2", "--calibrate", str(run), "rollout.speculation={tokens: 4, below: 100000}"
     assert seconds(capsys, *given)["generate"] == pytest.approx(TIMES["generate"])
     more = seconds(capsys, *given, "--drafted-share", "0.5")["generate"]
     assert more == pytest.approx(TIMES["generate"] * 0.5 / 0.75, rel=0.03)  # but for reading prompts
+
+
+def test_a_run_of_partial_rollouts_says_what_a_plain_step_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain_recipe, way = "algorithm.resample_rounds=0", "rollout.partial.chunk_tokens=1024"
+    (run / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPE, [plain_recipe, way])))
+    given = ("--nodes", "2", "--calibrate", str(run), plain_recipe)
+    assert main(["plan", RECIPE, "--json", *given, way]) == 0
+    found = json.loads(capsys.readouterr().out)["step_time"]
+    assert found["seconds"]["generate"] == pytest.approx(TIMES["generate"])
+    assert found["generation_share"] != 1
+    plain = seconds(capsys, *given)["generate"]
+    assert plain == pytest.approx(TIMES["generate"] / found["generation_share"])
 
 
 def test_recorded_lengths_are_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,10 +93,9 @@ def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytes
         (["--simulated-steps", "2"], "--simulated-steps has no effect here: it needs --simulate"),
         (["--drawn-before"], "--drawn-before has no effect here: it needs --simulate"),
         (["--judge-seconds", "4"], "--judge-seconds has no effect here: it needs --simulate"),
-        (["--signal-share", "0.5"], "--signal-share has no effect here: it needs --simulate"),
-        (["--simulate", "--signal-share", "1.5"], "--signal-share: a share is at most 1, not 1.5"),
+        (["--signal-share", "1.5"], "--signal-share: a share is at most 1, not 1.5"),
         (
-            ["--simulate", "--signal-share", "0.5", "algorithm.resample_rounds=0"],
+            ["--signal-share", "0.5", "algorithm.resample_rounds=0"],
             "--signal-share has no effect here: it needs algorithm.resample_rounds",
         ),
         (["--mtbf-hours", "4"], "--mtbf-hours has no effect here: it needs --simulate"),

@@ -80,7 +80,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_are_taken_once() -> None:
     drafts = Drafts(tokens=2, below=8)
     guess(drafts, "a", [7])
+    drafts.guess("a0", [8, 9, 10], together=9)  # too many for drafts
+    drafts.guess("a0", [11, 12], together=8)
     drafts.verified(drafted=4, accepted=3)
     drafts.end("a0", drawn=6)
-    assert drafts.take_counts() == {"drafted": 4, "accepted": 3, "drawn": 6}
+    assert drafts.take_counts() == {"drafted": 4, "accepted": 3, "drawn": 6, "drawn_below": 3}
     assert not drafts.take_counts()

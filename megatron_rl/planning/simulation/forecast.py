@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 
@@ -12,22 +11,13 @@ from megatron_rl.config import Config
 from megatron_rl.planning.components import MemoryPlan, Part
 from megatron_rl.planning.inputs import Responses
 from megatron_rl.planning.memory import cache_bytes_per_token, total_parameters
-from megatron_rl.planning.simulation.engines import EngineSpeed
 from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, goodput, intervals
-from megatron_rl.planning.simulation.simulated_steps import (
-    MODES,
-    Latency,
-    Mode,
-    Resampling,
-    SimulatedJob,
-    SimulatedRun,
-    simulate,
-)
+from megatron_rl.planning.simulation.generation_share import job_of, resampling_of
+from megatron_rl.planning.simulation.simulated_steps import MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.kernels import host_seconds
 from megatron_rl.planning.time.lengths import LogNormal
 from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime
 
-_NEAR = 32  # tokens of context in which passes are taken as equally long
 _JUDGE_SPREAD = 0.5  # of a judge's latency: standard deviation of the logarithm
 _DISK = 5e9  # bytes per second that the whole job writes
 _SEED = 0
@@ -109,13 +99,9 @@ def _modes(job: SimulatedJob) -> Sequence[Mode]:
 
 def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> SimulatedJob:
     """The recipe's step with the times that are predicted of its parts."""
-    decoding = predictor.decoding(config, plan)
-    prompt, factor = predictor.lengths.prompt, predictor.factors.get(GENERATE, 1.0)
+    decoding, factor = predictor.decoding(config, plan), predictor.factors.get(GENERATE, 1.0)
     phases = {name: seconds for name, seconds in step.seconds.items() if name not in (GENERATE, REWARD)}
-
-    @cache
-    def decode_seconds(running: int, context: int) -> float:
-        return factor * decoding.step_seconds(running, context)
+    lengths = what.responses.to_draw(predictor.lengths.mean, config.rollout.max_tokens)
 
     def training(tokens: float) -> dict[str, float]:
         more = tokens / step.tokens
@@ -126,33 +112,14 @@ def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predicto
         judge = Latency(what.judge[0], _JUDGE_SPREAD, what.judge[1])
     elif step.seconds.get(REWARD):
         judge = Latency(step.seconds[REWARD], 0.0, config.trainer.prompts_per_step * config.rollout.group_size)
-    return SimulatedJob(
-        speed=EngineSpeed(
-            lambda running, context: decode_seconds(running, round(context / _NEAR) * _NEAR),
-            lambda tokens: factor * decoding.prompt_seconds(tokens, tokens * prompt / 2),
-            plan.cache_tokens,
-            config.rollout.max_concurrent,
-            plan.state_tokens,
-        ),
-        engines=plan.engines,
-        gpus=plan.world,
-        prompts=config.trainer.prompts_per_step,
-        count=config.rollout.group_size,
-        prompt=prompt,
-        lengths=what.responses.to_draw(predictor.lengths.mean, config.rollout.max_tokens),
+    return replace(
+        job_of(config, plan, decoding, predictor.lengths.prompt, lengths, factor),
         training=training,
         reward=judge,
         drawn_before=what.drawn_before,
-        like_lengths=config.trainer.like_lengths,
-        partial=config.rollout.partial,
-        resampling=_resampling(what, config),
+        resampling=resampling_of(config, what.signal_share),
         cache_beside=_cache_beside(config, plan),
     )
-
-
-def _resampling(what: Simulation, config: Config) -> Resampling | None:
-    rounds = config.algorithm.resample_rounds
-    return Resampling(what.signal_share, rounds, config.algorithm.resample_ahead) if what.signal_share < 1 else None
 
 
 def _cache_beside(config: Config, plan: MemoryPlan) -> float | None:

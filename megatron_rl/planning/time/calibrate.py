@@ -24,7 +24,7 @@ class MeasuredRun:
         seconds: median of the later half of its steps, by phase (`timing_s/...`).
         lengths: of its responses, as drawn.
         gpus: its processes.
-        drafted_share: of its tokens, those that were guessed (`rollouts/drafted_share`).
+        drafted_share: of the tokens drawn with drafts, those that were guessed (`rollouts/drafted_share_below`).
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class MeasuredRun:
         rows = rows[len(rows) // 2 :]
         names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
         seconds = {name: median(row.get(f"timing_s/{name}", 0.0) for row in rows) for name in names - {"step"}}
-        drafted = fmean(row.get("rollouts/drafted_share", 0.0) for row in rows)
+        drafted = fmean(row.get("rollouts/drafted_share_below", 0.0) for row in rows)
         return cls(folder, seconds, _lengths(folder, rows), [count for count in ranks if count][-1], drafted)
 
 

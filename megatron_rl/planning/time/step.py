@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -43,6 +43,7 @@ class StepTime:
         generation, update: with what they are made of.
         microbatches: of a data-parallel rank and optimizer step.
         beside: phases of GPUs that only generate, which go on beside the others, up to the sync.
+        generation_share: see `Predictor`; `generation` itself is a plain step's.
     """
 
     seconds: Mapping[str, float]
@@ -54,6 +55,7 @@ class StepTime:
     update: Cost
     microbatches: int
     beside: tuple[str, ...] = ()
+    generation_share: float = 1.0
 
     @property
     def total(self) -> float:
@@ -86,6 +88,8 @@ class Predictor:
         factors: measured over predicted seconds, by phase (`calibrate`).
         others: seconds of phases that are not predicted, measured.
         drafted_share: see `Decoding`.
+        generation_share: generation's seconds over those of a step that draws its groups at once and to their ends, by
+            recipe, plan, engine and lengths; None: 1.
     """
 
     model: Model
@@ -95,6 +99,7 @@ class Predictor:
     factors: Mapping[str, float] = field(default_factory=dict)
     others: Mapping[str, float] = field(default_factory=dict)
     drafted_share: float = 0.0
+    generation_share: Callable[[Config, MemoryPlan, Decoding, Lengths], float] | None = None
 
     @cached_property
     def _held(self) -> dict[tuple[int, ...], Parameters]:
@@ -128,7 +133,8 @@ class Predictor:
         batches, forward, update = self._training(config, plan.actor_world)
         host = host_seconds(self.hardware, plan.bytes_of(Part.OPTIMIZER)) if config.actor.offload else 0.0
         weights_host = host_seconds(self.hardware, plan.bytes_of(Part.WEIGHTS)) if config.actor.offload_weights else 0.0
-        seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
+        share = 1.0 if self.generation_share is None else self.generation_share(config, plan, decoding, self.lengths)
+        seconds = {GENERATE: share * generation.seconds, REWARD: self.reward_seconds}
         bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
         scored = _scored_share(config)
         # What returns does so under the first pass.
@@ -152,6 +158,7 @@ class Predictor:
             update,
             batches,
             (GENERATE, REWARD) if plan.generators else (),
+            share,
         )
 
     def _training(self, config: Config, world: int) -> tuple[int, Cost, Cost]:
