@@ -22,6 +22,7 @@ from typing import BinaryIO
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([@-~])|\x1b[^\[]|[\r\n\b]|[^\x1b\r\n\b]+")
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;?]*)?$")
 _TALLEST = 200  # lines a live view may redraw; what is further up is written for good
+_FURTHEST = 1000  # rows or columns that the cursor moves at once: a model's text may ask for any number
 
 
 class Transcript:
@@ -68,16 +69,16 @@ class Transcript:
         self._column += len(text)
 
     def _control(self, argument: str, letter: str) -> None:
-        count = int(argument) if argument.isdigit() else 0
+        count = min(int(argument[:9]), _FURTHEST) if argument.isdigit() else 0
         if letter in "AF":
             self._up(max(count, 1))
         elif letter in "BE":
             self._down(max(count, 1))
         elif letter == "G":
             self._column = max(count, 1) - 1
-        elif letter == "K":
+        elif letter == "K" and count <= 2:
             line = self._lines[self._row]
-            self._lines[self._row] = {0: line[: self._column], 1: line[self._column :].rjust(len(line)), 2: ""}[count]
+            self._lines[self._row] = (line[: self._column], line[self._column :].rjust(len(line)), "")[count]
         elif letter == "J" and count == 0:
             self._lines[self._row] = self._lines[self._row][: self._column]
             del self._lines[self._row + 1 :]
@@ -144,8 +145,10 @@ class Tee:
                     terminal.flush()
                 except OSError:  # the reader has closed the pipe: the run and its log continue
                     terminal = None
-            self._transcript.write(data)
-        self._transcript.close()
+            with contextlib.suppress(OSError):  # a full disk is reported by what has something to save
+                self._transcript.write(data)
+        with contextlib.suppress(OSError):
+            self._transcript.close()
         os.close(self._our_end)
 
     def _read(self) -> bytes:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megatron_rl.runtime.terminal import Transcript
+from megatron_rl.runtime.terminal import Tee, Transcript
 
 
 def transcribe(*chunks: bytes) -> str:
@@ -41,6 +41,9 @@ def test_plain_lines_stay_as_they_are_however_they_are_cut(lines: list[str], siz
         ("a\nb\n\x1b[2A\x1b[2Kc\n", "a\nb\nc\n"),  # what is written is written; later frames are not repeated
         ("ab\bc\n", "ac\n"),
         ("no newline", "no newline\n"),
+        ("kept\x1b[3K\n", "kept\n"),  # there is no such erasure
+        ("\x1b[4000000000Gx\ra\n", "a".ljust(999) + "x\n"),
+        (f"a\x1b[{'9' * 5000}Bb", "a\n" + "\n" * 999 + " b\n"),
         ("", ""),
     ],
 )
@@ -83,3 +86,13 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path: Path) -> Non
     os.close(ours)
     assert shown.split()[0] == b"True"
     assert (tmp_path / "rank_0.log").read_text().startswith("True ")
+
+
+def test_a_log_that_takes_no_more_does_not_halt_what_is_copied(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    with open("/dev/full", "wb", buffering=0) as log:
+        tee = Tee(log)
+        child = subprocess.Popen([sys.executable, "-c", "for _ in range(9000): print('some text')"], stdout=tee.child_end)
+        tee.start()
+        assert child.wait(timeout=20) == 0
+        tee.join(5.0)
+    assert capfdbinary.readouterr().out == b"some text\n" * 9000
