@@ -1,4 +1,4 @@
-"""One question to a server, answered or not: no retries, no redirects."""
+"""One question to a server, answered or not: no retries, no redirects, no proxy (as `runtime.http`, which asks during a run)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+_OPENER = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+
+
 def get(url: str, key: str | None, seconds: float) -> bytes:
     """The answer of a server to one request, of 16 MiB at most; redirects are not followed.
 
@@ -31,7 +34,7 @@ def get(url: str, key: str | None, seconds: float) -> bytes:
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as reply:
+        with _OPENER.open(request, timeout=seconds) as reply:
             content: bytes = reply.read(_LONGEST_GET + 1)
     except http.client.HTTPException as error:
         raise OSError(f"no HTTP: {error!r:.200}") from None

@@ -8,11 +8,10 @@ import signal
 import subprocess
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron_rl.runtime import process
+from megatron_rl.runtime import fetch, process
 
 VLLM = ("-m", "vllm.entrypoints.openai.api_server")  # after the Python that runs it
 _LOOK = 1.0  # seconds between two looks at a server that does not answer yet
@@ -33,13 +32,13 @@ def wait_until_healthy(server: subprocess.Popen[bytes], port: int, tell: Callabl
 
 
 def _answers(port: int) -> bool:
-    """Whether /health is fine or unknown to the server; vLLM listens once its model is loaded."""
+    """Whether /health is fine, elsewhere or unknown to the server; vLLM listens once its model is loaded."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
-            return True
+        fetch.get(f"http://127.0.0.1:{port}/health", None, 5.0)
+        return True
     except urllib.error.HTTPError as error:
-        return error.code == 404
-    except OSError:
+        return error.code < 400 or error.code == 404
+    except (OSError, ValueError):
         return False
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -56,6 +58,34 @@ def test_a_server_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.Mon
     server.end(leader)
     assert leader.returncode == -9
     assert name not in shared_memory.names()
+
+
+@pytest.mark.parametrize(
+    ("reply", "answers"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", True),
+        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /health/\r\n\r\n", True),
+        (b"HTTP/1.1 503 Loading\r\n\r\n", False),
+        (b"hello there\r\n\r\n", False),
+    ],
+)
+def test_a_server_is_asked_itself_whatever_it_says(
+    reply: bytes, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def talk() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(reply)
+
+        threading.Thread(target=talk, daemon=True).start()
+        assert server._answers(listening.getsockname()[1]) == answers
 
 
 LEAVING = """
