@@ -86,4 +86,6 @@ def _run[T](function: Callable[[], T], ended: Future[T | _Raised]) -> None:
         outcome: T | _Raised = function()
     except Exception as error:  # raised again by `CallPool.run`
         outcome = _Raised(error)
+    except BaseException as error:  # of `sys.exit()`, say: as it is it would end the event loop
+        outcome = _Raised(RuntimeError(f"the call ended by {error!r}"))
     ended.set_result(outcome)

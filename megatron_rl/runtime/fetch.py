@@ -1,4 +1,4 @@
-"""One question to a server, answered or not: no retries, no redirects, no proxy (as `runtime.http`, which asks during a run)."""
+"""One question to a server, answered or not: no retries, no redirects; no proxy, as there is none for `runtime.http`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path: Path) -> Non
 def test_a_log_that_takes_no_more_does_not_halt_what_is_copied(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     with open("/dev/full", "wb", buffering=0) as log:
         tee = Tee(log)
-        child = subprocess.Popen([sys.executable, "-c", "for _ in range(9000): print('some text')"], stdout=tee.child_end)
+        child = subprocess.Popen(
+            [sys.executable, "-c", "for _ in range(9000): print('some text')"], stdout=tee.child_end
+        )
         tee.start()
         assert child.wait(timeout=20) == 0
         tee.join(5.0)

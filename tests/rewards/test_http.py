@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 import threading
 import time
 import urllib.error
@@ -277,6 +278,13 @@ def test_as_many_calls_at_a_time_as_there_are_workers() -> None:
     futures = [pool.submit(call, None) for _ in range(9)]
     assert [future.result(20) for future in futures] == [3] * 9
     assert most == 3
+
+
+def test_a_call_that_asks_for_the_end_of_the_process_fails_and_the_next_one_runs() -> None:
+    pool = CallPool(1)
+    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(3\)"):
+        pool.submit(lambda: sys.exit(3), None).result(20)
+    assert pool.submit(lambda: 1, None).result(20) == 1
 
 
 def test_a_late_call_holds_no_worker_and_a_cancelled_one_never_begins() -> None:
