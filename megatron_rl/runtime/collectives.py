@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from megatron_rl.base.messages import shorten
+
 if TYPE_CHECKING:
     from megatron_rl.seams.torch_dist import Collective
 
@@ -34,7 +36,9 @@ def _describe(entry: Collective, ranks: str) -> str:
     sizes = ", ".join(
         f"{dtype.lower()} {size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     )
-    parts = [f"{name} {number}" + (f" of {ranks}" if ranks else ""), sizes, "" if entry["retired"] else "waiting"]
+    # A heartbeat has 4096 bytes, and a group a thousand ranks, or a collective as many tensors.
+    whose = f" of {shorten(ranks)}" if ranks else ""
+    parts = [f"{name} {number}{whose}", shorten(sizes), "" if entry["retired"] else "waiting"]
     return ", ".join(part for part in parts if part)
 
 
