@@ -57,7 +57,7 @@ def replace(path: Path, text: str) -> None:
 
 def json_lines(path: Path) -> Iterator[Any]:
     """A file's objects, none where it is missing; ends at a last line that is being written, or that a kill cut short."""
-    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             yield json.loads(line)
         except ValueError:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megatron_rl.runtime.disk import size_text
+from megatron_rl.runtime.disk import json_lines, size_text
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,13 @@ from megatron_rl.runtime.disk import size_text
 )
 def test_a_size_is_shown_in_a_unit_that_says_something(num_bytes: float, text: str) -> None:
     assert size_text(num_bytes) == text
+
+
+def test_a_line_that_a_kill_cut_within_a_character_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    first, second = '{"text": "é"}\n'.encode(), '{"text": "数学"}'.encode()
+    for end in range(1, len(second)):
+        path.write_bytes(first + second[:end])
+        assert [*json_lines(path)] == [{"text": "é"}]
+    path.write_bytes(first + second)
+    assert [*json_lines(path)] == [{"text": "é"}, {"text": "数学"}]
