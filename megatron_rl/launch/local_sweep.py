@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from megatron_rl.launch.job_plan import LaunchError
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import exit_codes, stop
 from megatron_rl.runtime.process import die_with_parent
 
 _POLL = 0.1  # seconds
@@ -98,6 +98,8 @@ class LocalSweep:
             ),  # a killed sweep that is started again would find its run folder held
         )
         self._running[name] = process
+        if self._stop is not None:  # a signal that came while it was being started
+            process.send_signal(self._stop)
         if process.stdout is not None:
             reader = threading.Thread(target=self._pass_on, args=(name[:3], process.stdout), daemon=True)
             reader.start()
@@ -107,17 +109,11 @@ class LocalSweep:
         for line in lines:
             self.say(f"[{number}] {line.rstrip()}")
 
-    @contextmanager
-    def _signals_passed_on(self) -> Iterator[None]:
+    def _signals_passed_on(self) -> AbstractContextManager[None]:
         def pass_on(number: int, frame: object) -> None:
             self._stop = number
             for process in self._running.values():
                 process.send_signal(number)
 
         heard = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-        before = {number: signal.signal(number, pass_on) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return stop.handling(dict.fromkeys(heard, pass_on))

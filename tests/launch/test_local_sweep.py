@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.launch import local_sweep
 from megatron_rl.launch.local_sweep import LocalSweep, with_seeds
 from megatron_rl.runtime import process
 
@@ -88,6 +90,19 @@ def test_a_signal_is_passed_on_and_ends_the_sweep(tmp_path: Path) -> None:
     assert LocalSweep(runs, at_once=2, say=say).run() == 128 + signal.SIGTERM
     assert not any("002" in line for line in said)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_that_comes_while_a_run_is_started_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(30)"], **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(local_sweep.subprocess, "Popen", Interrupted)
+    sweep, begin = LocalSweep({"000-first": (), "001-second": ()}, at_once=1, say=lambda line: None), time.monotonic()
+    assert sweep.run() == 128 + signal.SIGTERM
+    assert sweep.failed == {"000-first": 128 + signal.SIGTERM}
+    assert time.monotonic() - begin < 20
 
 
 def test_runs_end_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
