@@ -25,10 +25,11 @@ load_site() {
   # shellcheck disable=SC2317
   site_setup() { :; }
   # shellcheck source=slurm/site.example.sh
-  source "$site"
+  source "$site" >&2 # what it prints is no answer of a script
   TASKS_PER_NODE=${MEGATRON_RL_TASKS_PER_NODE:-$TASKS_PER_NODE} # of one launch
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die "LAUNCHER=$LAUNCHER in $site: srun or torchrun" 2
   [[ $TASKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || die "TASKS_PER_NODE=$TASKS_PER_NODE in $site: a number of processes" 2
+  [[ $CPUS_PER_TASK =~ ^([1-9][0-9]*)?$ ]] || die "CPUS_PER_TASK=$CPUS_PER_TASK in $site: a number of cores" 2
 }
 
 # ------------------------------------------------------------------------------------------------------------- the nodes
@@ -148,6 +149,12 @@ package() {
   if [[ -n $CONTAINER_IMAGE ]]; then in_job 1 1 python -m "$@"; else python -m "$@"; fi
 }
 
+# The run_dir of a recipe in YAML, which folds a long one at its spaces, and doubles quotes in one that it puts in quotes.
+run_dir_of() {
+  sed -e ':more' -e '$!{N' -e 'b more' -e '}' -e 's/\n  */ /g' |
+    sed -n "s/^run_dir: *//p" | sed "/^'.*'\$/{s/^'//;s/'\$//;s/''/'/g}"
+}
+
 # The recipe, resolved, for this job's number of processes; the job ends here where it cannot run.
 check_recipe() {
   local world=$((SLURM_JOB_NUM_NODES * TASKS_PER_NODE)) checked
@@ -157,7 +164,7 @@ check_recipe() {
   ); then
     die "the recipe cannot run on $SLURM_JOB_NUM_NODES nodes x $TASKS_PER_NODE processes; nothing was started" 2
   fi
-  RUN_DIR=$(sed -n "s/^run_dir: *//p" <<< "$checked" | sed "s/^'\(.*\)'$/\1/")
+  RUN_DIR=$(run_dir_of <<< "$checked")
   [[ -n $RUN_DIR ]] || die "the checked recipe names no run_dir" 2
 }
 

@@ -113,14 +113,15 @@ def test_the_site_file_is_read_as_the_scripts_read_it(tmp_path: Path) -> None:
     assert site.sbatch[:2] == ("--partition=gpu", "--account=my-project")
     assert (site.tasks_per_node, site.cpus_per_task, site.launcher, site.container_image) == (8, 14, "srun", None)
     assert (site.venv, site.venv_in_code) == (f"{REPOSITORY}/.venv", True)
-    (tmp_path / "own.sh").write_text("VENV=/shared/venv")
+    (tmp_path / "own.sh").write_text("echo loading modules; VENV=/shared/venv")
     own = read_site(REPOSITORY, tmp_path / "own.sh")
     assert (own.venv, own.venv_in_code) == ("/shared/venv", False)
     with pytest.raises(LaunchError, match=r"copy slurm/site\.example\.sh to it"):
         read_site(REPOSITORY, tmp_path / "none.sh")
-    (tmp_path / "bad.sh").write_text("LAUNCHER=mpirun")
-    with pytest.raises(LaunchError, match="LAUNCHER=mpirun"):
-        read_site(REPOSITORY, tmp_path / "bad.sh")
+    for bad in ("LAUNCHER=mpirun", "TASKS_PER_NODE=eight", "CPUS_PER_TASK=four"):
+        (tmp_path / "bad.sh").write_text(bad)
+        with pytest.raises(LaunchError, match=bad):
+            read_site(REPOSITORY, tmp_path / "bad.sh")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import load_recipe, to_yaml
 from megatron_rl.report.status import read_status
 from megatron_rl.runtime.attempts import new_attempt
 from megatron_rl.runtime.owner import Ownership
@@ -67,6 +68,16 @@ def test_a_warm_ups_checkpoint_is_progress(tmp_path: Path, saved: list[str], ste
     script = f"set -euo pipefail; source {REPOSITORY}/slurm/lib.sh; RUN_DIR={tmp_path} newest_step"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (step + "\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    "run_dir", ["runs/mine", "it's: #1", "a folder with spaces/" * 9 + "run", "it's a #1 folder/" * 9 + "run"]
+)
+def test_a_jobs_run_folder_is_that_of_the_recipe(run_dir: str, tmp_path: Path) -> None:
+    recipe = to_yaml(load_recipe(write_recipe(tmp_path), [f"run_dir={run_dir}"]))
+    script = f"set -euo pipefail; source {REPOSITORY}/slurm/lib.sh; run_dir_of"
+    done = subprocess.run(["bash", "-c", script], input=recipe, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (run_dir + "\n", 0), done.stderr
 
 
 def test_train_in_a_container(tmp_path: Path) -> None:
