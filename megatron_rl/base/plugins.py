@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 MOST_YAML_BYTES = 2**22
 MOST_VALUES = 100_000  # in a YAML file with its aliases written out
+# What PyYAML raises beside its own errors: on numbers of thousands of digits, impossible dates, deep nesting, and text that
+# does not fit its tag (`!!timestamp x`).
+NOT_OF_YAML = (ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -72,13 +75,12 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     """
     import yaml
 
-    from_yaml = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
     text = read_text(path, MOST_YAML_BYTES)
     try:
         if "*" in text and expanded(yaml.compose(text, yaml.SafeLoader), {}) > MOST_VALUES:
             raise yaml.YAMLError(f"it has more than {MOST_VALUES:,} values, with its aliases written out")
         return yaml.safe_load(text)
-    except from_yaml as error:
+    except (yaml.YAMLError, *NOT_OF_YAML) as error:
         raise ValueError(f"{Path(path)} is not YAML: {error or type(error).__name__}") from None
 
 

@@ -21,7 +21,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megatron_rl.base import shipped
 from megatron_rl.base.messages import ConfigError, errors_named, leaves, shorten, show
-from megatron_rl.base.plugins import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
+from megatron_rl.base.plugins import MOST_VALUES, MOST_YAML_BYTES, NOT_OF_YAML, expanded, read_text
 from megatron_rl.base.typed_params import fields, locate, unwrap
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
 from megatron_rl.config.inactive import inactive
@@ -37,9 +37,6 @@ _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
 _LONGEST_CHAIN = 100  # recipes, each the base of the previous one
-# PyYAML's own errors, and those its constructors do not catch: numbers of thousands of digits, impossible dates, deep
-# nesting, and text that does not fit its tag (`!!timestamp x`), which raises one of several.
-_NO_YAML = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
 
 
 @dataclasses.dataclass
@@ -136,7 +133,7 @@ def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) ->
     if real in seen:
         return []
     seen.add(real)
-    tree = _read_yaml(path, name, f", the `base` of {os.path.relpath(chain[-1])}," if chain else "")
+    tree = read_sections(path, f"{name}, the `base` of {os.path.relpath(chain[-1])}," if chain else name)
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -168,25 +165,30 @@ def _base(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
+def read_sections(path: Path, what: str) -> dict[Any, Any]:
+    """The mapping that a YAML file holds, with its interpolations as they stand. `what`: the file is, in messages.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         text = read_text(path, MOST_YAML_BYTES)
     except FileNotFoundError:
-        raise ConfigError(f"{name}{role} does not exist") from None
+        raise ConfigError(f"{what} does not exist") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{name}{role} is not a text file in UTF-8") from None
+        raise ConfigError(f"{what} is not a text file in UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{name}{role} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{what} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ConfigError(f"{name}{role} cannot be read: {error}") from None
-    with _reading(text, f"{name}{role}", " is", " cannot be read"):
+        raise ConfigError(f"{what} cannot be read: {error}") from None
+    with _reading(text, what, " is", " cannot be read"):
         try:
             tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         except OSError:  # OmegaConf's word for a document that is a number
             tree = None
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else "a single value"
-        raise ConfigError(f"{name}{role} must hold a mapping of sections, not {kind}")
+        raise ConfigError(f"{what} must hold a mapping of sections, not {kind}")
     return tree
 
 
@@ -214,6 +216,11 @@ def _parse_value(text: str, hint: object, source: str) -> object:
         return None if text in ("null", "~") else text
     if not text.strip():
         raise ConfigError(f"{source} has no value; for none write null, for empty text ''")
+    return yaml_value(text, source)
+
+
+def yaml_value(text: str, source: str) -> object:
+    """The value that YAML sees in a text. Raises ConfigError, naming `source`, where it sees none."""
     with _reading(text, source, ": the value is"):
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
 
@@ -227,7 +234,7 @@ def _reading(text: str, what: str, value_is: str, failed: str = "") -> Iterator[
         yield
     except ConfigError:
         raise
-    except _NO_YAML as error:
+    except (yaml.YAMLError, *NOT_OF_YAML) as error:
         raise ConfigError(f"{what}{value_is} not valid YAML: {_yaml_problem(error)}") from None
     except GrammarParseError as error:
         raise ConfigError(f"{what}{failed}: an interpolation is not well formed: {_first_line(error)}") from None

@@ -4,6 +4,7 @@ besides."""
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ _TOKENS = 8192  # the default of actor.tokens_per_microbatch
 
 def put_model(draft: Draft, name: object) -> None:
     if isinstance(name, str):
-        is_path = "$" in name or Path(name).expanduser().is_absolute() or Path(name).is_dir()
+        is_path = "$" in name or name.startswith(("/", "~")) or os.path.isdir(name)
         is_hub = name.count("/") == 1 and not is_path
         folder = f"models/{name.partition('/')[2]}" if is_hub else name
         remark = f"a folder: hf download {name} --local-dir {folder}" if is_hub else ""

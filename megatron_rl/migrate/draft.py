@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.plugins import require_regular
 from megatron_rl.config import elsewhere
 from megatron_rl.migrate.read import Flat
 
@@ -41,13 +42,10 @@ class Draft:
     def number(self, *names: str) -> float | None:
         """The same of a number; what is none (`auto`, an unresolved variable) is remarked upon."""
         value = self.take(*names)
-        if isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                self.remark("", f"{names[0]}: {value} is no number; set its counterpart by hand")
-                return None
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        number = finite(value)
+        if number is None and isinstance(value, str | float):
+            self.remark("", f"{names[0]}: {value} is no number; set its counterpart by hand")
+        return number
 
     def count(self, *names: str) -> int | None:
         value = self.number(*names)
@@ -80,10 +78,8 @@ class Draft:
         for row in elsewhere.rows():
             if not row.same:
                 continue
-            value = self.take(*getattr(row, self.framework))
-            if isinstance(value, str):
-                value = _number(value)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            value = finite(self.take(*getattr(row, self.framework)))
+            if value is not None and value >= 0:
                 self.put(row.here[0], value)
 
     def left(self) -> list[tuple[str, object, str]]:
@@ -106,30 +102,30 @@ def _with_environment(value: Any) -> Any:
     return re.sub(r"\$\{(?!oc\.env:\w+\})", r"\\${", text)
 
 
-def _number(text: str) -> float | None:
+def finite(value: object) -> float | None:
+    """A finite number, or that of a text; None for all else."""
     with contextlib.suppress(ValueError):
-        return float(text)
-    return None
+        value = float(value) if isinstance(value, str) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < math.inf else None
 
 
 def rows_of(files: list[str]) -> int | None:
     """How many rows local data files have: lines of JSON Lines, rows of Parquet where pyarrow is here. None: not known."""
-    total = 0
-    for name in files:
-        path = Path(name).expanduser()
-        if not path.is_file():
-            return None
-        if path.suffix == ".jsonl":
-            total += sum(1 for line in path.open("rb") if line.strip())
-        elif path.suffix == ".parquet":
-            try:
-                import pyarrow.parquet
-            except ModuleNotFoundError:
-                return None
-            total += pyarrow.parquet.read_metadata(path).num_rows
-        else:
-            return None
-    return total
+    with contextlib.suppress(ModuleNotFoundError, OSError, ValueError):
+        return sum(map(_rows, files))
+    return None
 
 
-Converter = Callable[[Draft], None]
+def _rows(name: str) -> int:
+    path = os.path.expanduser(name)
+    require_regular(path)
+    if name.endswith(".jsonl"):
+        with open(path, "rb") as file:
+            return sum(1 for line in file if line.strip())
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    raise ValueError(f"{name} is neither JSON Lines nor Parquet")

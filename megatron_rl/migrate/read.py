@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.base.messages import ConfigError, errors_named, leaves
-from megatron_rl.base.plugins import read_text
+from megatron_rl.base.plugins import MOST_YAML_BYTES, read_text
+from megatron_rl.config.load import read_sections, yaml_value
 
 Flat = dict[str, Any]  # dotted key to value; lists and empty mappings are values
-_MOST_BYTES = 2**22
+_YAML = (".yaml", ".yml")
 _OVERRIDE = re.compile(r"(?:\+{1,2}|~)?([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
@@ -29,9 +29,7 @@ def read(path: Path, overrides: Sequence[str]) -> Flat:
     Raises:
         ConfigError: the file cannot be read, or an override is not of the form key=value.
     """
-    with errors_named(f"{path} cannot be read", OSError, ValueError, as_error=ConfigError):
-        text = read_text(path, _MOST_BYTES)
-    flat = _script(text) if path.suffix not in (".yaml", ".yml") else _document(path, text)
+    flat = _document(path) if path.suffix in _YAML else _script(path)
     for override in overrides:
         found = _OVERRIDE.fullmatch(override) or _ASSIGNMENT.fullmatch(override)
         if found is None:
@@ -40,33 +38,28 @@ def read(path: Path, overrides: Sequence[str]) -> Flat:
     return flat
 
 
-def _document(path: Path, text: str) -> Flat:
-    tree = OmegaConf.create(_with_defaults(path, text, ()))
+def _document(path: Path) -> Flat:
+    tree = OmegaConf.create(_with_defaults(path, ()))
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", lambda a, b: a * b)  # NeMo-RL's
     flat: Flat = {}
     for key, value in leaves(OmegaConf.to_container(tree, resolve=False)):
-        if isinstance(value, str) and "${" in value:
+        if "${" in repr(value):
             with contextlib.suppress(OmegaConfBaseException):  # else text, which is reported as it stands
                 value = OmegaConf.select(tree, key)
-        if value != "???":
-            flat[key] = value
+                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        flat |= {name: each for name, each in leaves(value, key) if each != "???"}
     return flat
 
 
-def _with_defaults(path: Path, text: str, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     """The document on top of the files beside it that its `defaults` names, where they are there."""
-    try:
-        tree = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections")
+    tree = read_sections(path, str(path))
     named = tree.pop("defaults", None) or []
     for name in reversed(named if isinstance(named, list) else [named]):
         below = path.parent / name if isinstance(name, str) else path
-        if below.suffix in (".yaml", ".yml") and below.is_file() and below not in (*chain, path):
-            tree = _over(tree, _with_defaults(below, read_text(below, _MOST_BYTES), (*chain, path)))
+        if below.suffix in _YAML and below.is_file() and below not in (*chain, path):
+            tree = _over(tree, _with_defaults(below, (*chain, path)))
     return tree
 
 
@@ -79,8 +72,10 @@ def _over(upper: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _script(text: str) -> Flat:
+def _script(path: Path) -> Flat:
     """The dotted `key=value` of a shell script, with its own variables filled in."""
+    with errors_named(f"{path} cannot be read", OSError, ValueError, as_error=ConfigError):
+        text = read_text(path, MOST_YAML_BYTES)
     try:
         words = shlex.split(text, comments=True)
     except ValueError:  # an open quotation mark, say of a here-document
@@ -105,9 +100,6 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 def _value(text: str, variables: Mapping[str, str]) -> Any:
     text = _filled(text, variables)
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml_value(text, text)
+    except ConfigError:
         return text
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value, re.IGNORECASE):
-        return float(value)  # YAML 1.1 wants a point in 1e-6
-    return value

@@ -89,4 +89,4 @@ def _in_order(section: dict[str, Any], cls: type) -> dict[str, Any]:
 
 
 def _comments(texts: Iterable[str]) -> list[str]:
-    return [f"# {text}" for text in texts]
+    return [f"# {' '.join(text.split())}" for text in texts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.migrate import common
-from megatron_rl.migrate.draft import Draft
+from megatron_rl.migrate.draft import Draft, finite
 
 _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -46,7 +46,7 @@ def convert(draft: Draft) -> None:
         key = f"rewards.reward_{number + 1}"
         draft.put(f"{key}.reward", f"my_rewards.py:{str(name).rpartition('.')[2]}")
         if isinstance(weights, list) and number < len(weights):
-            draft.put(f"{key}.weight", float(weights[number]))
+            draft.put(f"{key}.weight", finite(weights[number]))
     if names:
         draft.remark(
             "rewards",

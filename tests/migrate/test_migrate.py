@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,54 @@ def test_what_a_script_takes_from_the_environment_a_recipe_does_too(
 def test_a_list_replaces_a_mapping_below_it(folder: Path) -> None:
     (folder / "base.yaml").write_text(yaml.safe_dump({**NEMO_BASE, "env": [{"math": 1}]}))
     assert recipe(folder, "grpo.yaml", NEMO)[0].rollout.group_size == 4
+
+
+def test_odd_values_are_taken_over_or_named(folder: Path) -> None:
+    """A date, what names a list, infinity, a text of several lines; a file that is no Parquet."""
+    (folder / "bad.parquet").write_text("no Parquet")
+    named = {
+        "files": ["bad.parquet", "train.jsonl"],
+        "started": date(2024, 1, 2),
+        "data": {"train": {"data_path": "${files}"}, "dataset_name": "a\nb: c"},
+        "policy": {"optimizer": {"kwargs": {"betas": "${betas}"}}},
+        "grpo": {"max_num_steps": math.inf, "num_prompts_per_step": 2, "max_num_epochs": 3},
+        "betas": [0.8, 0.9],
+    }
+    (folder / "odd.yaml").write_text(yaml.safe_dump(named))
+    text = migrate(folder / "odd.yaml", ["trainer.name=2024-13-01", "a.b=0x_", "a.c=!!timestamp x"])
+    recipe = yaml.safe_load(text)
+    assert [task["path"] for task in recipe["tasks"]["train"].values()] == ["bad.parquet", "train.jsonl"]
+    assert recipe["actor"]["optimizer"]["betas"] == [0.8, 0.9]
+    assert "steps" not in recipe["trainer"]
+    for line in (
+        "# grpo.max_num_steps: inf is no number; set its counterpart by hand",
+        "# steps: 3 epochs there, and how many prompts there are is not known here: set epochs x prompts / 2, or give",
+        "#   started: '2024-01-02'",
+        "#   trainer.name: '2024-13-01'",
+    ):
+        assert line in text
+    named["data"] = {"dataset_name": "a\nb: c"}
+    (folder / "odd.yaml").write_text(yaml.safe_dump(named))
+    assert "b" not in yaml.safe_load(migrate(folder / "odd.yaml"))
+    weights = {"reward_funcs": ["a.x", "a.y"], "reward_weights": ["one", 0.5], "num_generations": 4}
+    (folder / "trl.yaml").write_text(yaml.safe_dump(weights))
+    rewards = yaml.safe_load(migrate(folder / "trl.yaml"))["rewards"]
+    assert [reward.get("weight") for reward in rewards.values()] == [None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grpo: ${a b}", "an interpolation is not well formed"),
+        ("grpo: !!timestamp x", "is not valid YAML"),
+        ("defaults: base.yaml", "base.yaml is not a text file in UTF-8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(text: str, words: str, folder: Path) -> None:
+    (folder / "base.yaml").write_bytes(b"\xff")
+    (folder / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        migrate(folder / "odd.yaml")
 
 
 def test_the_command_prints_the_recipe_and_refuses_what_is_nobodys(
