@@ -102,7 +102,7 @@ def _bytes(text: str) -> int:
     number, size = text[: len(text) - len(unit)], _UNITS.get(unit, 1)
     try:
         value = int(float(number) * size)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB or 500MB") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1 byte")

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.commands.packages import require_torch
-from megatron_rl.config import check, load_recipe
+from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.launch.ranks import machine_here
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 for fit, 3 where a node is not, 2 for a recipe that cannot run anywhere."""
+    if not 0.001 <= args.minutes <= 1e6:  # as `launch.timeout_minutes`
+        raise ConfigError(f"--minutes {args.minutes:g}: a number from 0.001 to 1,000,000")
     machine, world = machine_here()
     command = [sys.executable, "-m", "megatron_rl.preflight.rank_main", args.recipe, *args.overrides]
     command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]

@@ -79,7 +79,10 @@ def compare(
     if not bool((log_ratio != 0).any()):
         console.print("Every ratio is 1: the run made one update per batch, and all weights are 1.")
     path = plot or run_dir / f"compare_step_{number}.png"
-    draw(path, advantages, weights, recorded, per_rollout, number, method_params)
+    with errors_named(
+        f"cannot write {path}", OSError, ValueError, as_error=ConfigError
+    ):  # of an unknown kind of file, too
+        draw(path, advantages, weights, recorded, per_rollout, number, method_params)
     console.print(f"plot: {path}")
 
 

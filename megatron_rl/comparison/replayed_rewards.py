@@ -95,7 +95,7 @@ def replay(run_dir: Path, *, step: int | None = None, overrides: Sequence[str] =
     replayed = _scored(config.rewards, texts, before)
     _show(replayed, number, Console(soft_wrap=True))
     if out is not None:
-        with disk.text_file(out) as file:
+        with errors_named(f"cannot write {out}", OSError, as_error=ConfigError), disk.text_file(out) as file:
             for i, text in enumerate(texts):
                 file.write(json.dumps(_line(replayed, i, text), ensure_ascii=False) + "\n")
     return not any(replayed.differing(column).any() for column in replayed.compared)

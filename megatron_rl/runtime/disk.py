@@ -46,7 +46,7 @@ def replace(path: Path, text: str) -> None:
 
     Half a surrogate pair is written as in `text_file`.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"  # `with_name` refuses `.` as no OSError
     try:
         with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)

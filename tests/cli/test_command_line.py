@@ -87,6 +87,9 @@ def test_a_plan_needs_no_torch(recipe: str) -> None:
         (["train", "recipe.yaml", "--check", "stray"], "unrecognized arguments: stray"),
         (["evaluate", "recipe.yaml", "--resume", "auto"], "unrecognized arguments"),
         (["tarin", "recipe.yaml"], "invalid choice: 'tarin'"),
+        (["preflight", "recipe.yaml", "--minutes", "nan"], "--minutes nan: a number from 0.001 to 1,000,000"),
+        (["preflight", "recipe.yaml", "--minutes", "inf"], "--minutes inf: a number from"),
+        (["convert", "to-hf", "--megatron", "a", "--hf", "b", "--shard-size", "infGB"], "'infGB' is not a size"),
         ([], "COMMAND"),
     ],
 )  # fmt: skip

@@ -142,6 +142,8 @@ def test_methods_of_ones_own_are_compared(
         (["--params", "clap.eps_high=0.3"], "unknown method 'clap'; did you mean 'clip'?"),
         (["--params", "clip.eps_hihg=0.3"], "did you mean 'eps_high'?"),
         (["--params", "clip.eps_high=wide"], "clip.eps_high=wide"),
+        (["--plot", "plot.odd"], "cannot write plot.odd: Format 'odd' is not supported"),
+        (["--plot", "nowhere/plot.png"], "cannot write nowhere/plot.png: No such file"),
     ],
 )
 def test_mistakes(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -114,6 +114,7 @@ def test_changed_rewards_and_refusals(run_dir: Path, capsys: pytest.CaptureFixtu
         (["--step", "5"], "step 5 was not recorded; there are 4"),
         (["trainer.steps=3"], "a replay reads rewards alone"),
         (["rewards.letters.params.lettre=n"], "did you mean 'letter'"),
+        (["--out", str(run_dir)], f"cannot write {run_dir}: Is a directory"),
     ):
         assert main(["replay", str(run_dir), *arguments]) == 2
         assert message in capsys.readouterr().err
