@@ -12,6 +12,7 @@ from megatron_rl.base.messages import errors_named
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe
 from megatron_rl.preflight.recipe import check_recipe
 
+_LONGEST_NAME = 255  # bytes of a folder's
 _MISSING = "does not exist|[Nn]o such file"  # in a problem with a path
 
 
@@ -64,8 +65,8 @@ def sweep(
         with errors_named(f"line {number + 1} of the sweep ({line})", as_error=ConfigError):
             words = [*overrides, *shlex.split(line)]
             config = resolve("train", recipe, words, processes, remote)
-        folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
-        words = _replaced(words, f"run_dir={folder}")
+        name = f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"[:_LONGEST_NAME]
+        words = _replaced(words, f"run_dir={_run_dir(config, root) / name}")
         tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words)))
     if not tasks:
         raise LaunchError("the sweep has no line; give it one line of overrides per run")

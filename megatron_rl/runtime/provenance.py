@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ _VARIABLES = re.compile(
     r"(CUDA|CUDNN|NCCL|GLOO|UCX|SLURM|OMP|TORCH|TORCHINDUCTOR|TRITON|TILELANG|VLLM|FLASHINFER|DG|MEGATRON_RL|NVTE)_\w+|"
     r"HF_HUB_OFFLINE|HF_HOME|TMPDIR|LD_LIBRARY_PATH"
 )
+_ANSWER = 60.0  # seconds within which a program answers
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
@@ -46,7 +46,7 @@ def git_state() -> tuple[dict[str, str | list[str]], str]:
     ({}, "") where the code is not a checkout of its own.
     """
     root = Path(megatron_rl.__file__).resolve().parents[1]
-    if shutil.which("git") is None or _git(root, "rev-parse", "--show-toplevel").strip() != str(root):
+    if _git(root, "rev-parse", "--show-toplevel").strip() != str(root):
         return {}, ""
     state: dict[str, str | list[str]] = {
         "commit": _git(root, "rev-parse", "HEAD").strip(),
@@ -57,7 +57,15 @@ def git_state() -> tuple[dict[str, str | list[str]], str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace")
+    return _said("git", "-C", str(root), *arguments)
+
+
+def _said(*command: str) -> str:
+    """The output of a program; empty where there is none, or it fails, or hangs, as nvidia-smi does with its driver."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ANSWER)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -82,11 +90,7 @@ def surroundings() -> dict[str, object]:
 
 def gpus() -> list[str]:
     """`name, driver, memory` of every GPU of this machine, as nvidia-smi tells."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").splitlines()
 
 
 def write(attempt: Path) -> None:

@@ -44,6 +44,9 @@ def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
     common = ("train", recipe, "trainer.steps=2")
     assert first.arguments == (*common, "algorithm.preset=grpo", "seed=1", f"{folder}000-algorithm.preset=grpo_seed=1")
     assert second.arguments == (*common, "algorithm.preset=rloo", "seed=1", f"{folder}001-algorithm.preset=rloo_seed=1")
+    seeds = [f"seed={number}" for number in range(60)]
+    [long] = sweep(recipe, [" ".join(seeds)], [], None, tmp_path)
+    assert Path(long.arguments[-1]).name == f"000-{'_'.join(seeds)}"[:255], "what a folder's name may have"
     with pytest.raises(ConfigError, match=r"line 2 of the sweep \(sed=2\).*sed"):
         sweep(recipe, ["seed=1", "sed=2"], [], None, tmp_path)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,18 @@ def test_a_run_writes_down_what_it_would_compile_with(tmp_path: Path, monkeypatc
     about = provenance.surroundings()
     assert about["programs"]["ninja"] == str(ninja)  # type: ignore[index]
     assert about["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/x"  # type: ignore[index]
+
+
+def test_what_is_written_down_of_a_run_waits_for_no_program_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 30\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(provenance, "_ANSWER", 0.5)
+    begin = time.monotonic()
+    assert provenance.gpus() == []
+    assert time.monotonic() - begin < 20
 
 
 # A fork per case: the imports before are the same, and it ends where Transformer Engine is first asked for.
