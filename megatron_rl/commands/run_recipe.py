@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
     machine, world = machine_here()
     machine = machine_asked_for(args, machine)
-    if unread := list(check_overrides(args.overrides, args.command)):
-        raise ConfigError("\n".join(unread))
+    check_overrides(args.overrides, args.command)
     config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, recipe=args.recipe)
     resume = _resume(args.resume)
     if args.check:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rl.base.plugins import read_text
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
+from megatron_rl.config.supervised_checks import supervised_stage
 from megatron_rl.models import Model
 from megatron_rl.models.lora import peft_modules, targets_of
 
@@ -36,12 +37,12 @@ def check_actor(config: Config, command: str) -> Iterator[str]:
             yield f"`{key}.moments={optimizer.moments}` is for an optimizer on the GPU; set it to float32, or device=gpu"
         if optimizer.device == "cpu" and actor.fp8 is not None and actor.fp8.param_gather:
             yield f"`{key}.device=cpu` knows no parameters in FP8; set actor.fp8.param_gather=false, or device=gpu"
-    for key, stage in (("sft", config.sft), ("reward_model", config.reward_model)):
-        if stage.wanted and stage.optimizer.distributed != actor.optimizer.distributed:
-            yield (
-                f"`{key}.optimizer.distributed` is {str(stage.optimizer.distributed).lower()}, and gradients are summed as "
-                f"actor.optimizer.distributed ({str(actor.optimizer.distributed).lower()}) says; set both alike"
-            )
+    key, stage = supervised_stage(config, command)
+    if command != "evaluate" and stage.wanted and stage.optimizer.distributed != actor.optimizer.distributed:
+        yield (
+            f"`{key}.optimizer.distributed` is {str(stage.optimizer.distributed).lower()}, and gradients are summed as "
+            f"actor.optimizer.distributed ({str(actor.optimizer.distributed).lower()}) says; set both alike"
+        )
     if actor.offload_weights and not actor.offload:
         yield (
             "`actor.offload_weights` without `actor.offload` leaves on the device what is larger, gradients and optimizer "

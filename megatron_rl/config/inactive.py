@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.base.messages import show
+from megatron_rl.base.messages import ConfigError, show
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
@@ -118,9 +118,12 @@ def check_inactive(config: Config, command: str) -> Iterator[str]:
         )
 
 
-# Of the commands without rollouts: keys and sections that they do not read, and what they read instead, if anything.
+# Keys and sections that a command does not read, and what it reads instead, if anything.
+_OF_EVALUATE = {"evaluation.endpoint": "", "evaluation.harness": ""}
 _NOT_READ = {
+    "train": {"reward_model": "", **_OF_EVALUATE},
     "sft": {
+        **_OF_EVALUATE,
         "actor.optimizer": "sft.optimizer",
         "reward_model": "sft",
         "algorithm": "",
@@ -128,6 +131,7 @@ _NOT_READ = {
         **dict.fromkeys(_STEPS, "sft.steps"),
     },
     "reward-model": {
+        **_OF_EVALUATE,
         "actor.optimizer": "reward_model.optimizer",
         "sft": "reward_model",
         "algorithm": "",
@@ -139,14 +143,17 @@ _NOT_READ = {
 _READ = ("actor.optimizer.distributed",)  # how gradients are summed, in every stage
 
 
-def check_overrides(overrides: Sequence[str], command: str) -> Iterator[str]:
-    """Yields a sentence per override of a key that this command does not read."""
+def check_overrides(overrides: Sequence[str], command: str) -> None:
+    """Raises ConfigError, a line for each, on overrides of keys that this command does not read."""
+    unread = []
     for override in overrides:
         key = override.partition("=")[0]
         for section, instead in _NOT_READ.get(command, {}).items():
             if key not in _READ and (key == section or key.startswith(f"{section}.")):
                 own = f"; its own is {instead}{key.removeprefix(section)}" if instead else ""
-                yield f"override `{key}`: {command} does not read it{own}; leave it out"
+                unread.append(f"override `{key}`: {command} does not read it{own}; leave it out")
+    if unread:
+        raise ConfigError("\n".join(unread))
 
 
 def inactive(config: Config, *, switched: bool = False) -> Iterator[tuple[str, object, Only]]:

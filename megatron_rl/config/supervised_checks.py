@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megatron_rl.config.schema import Config, SupervisedConfig
 
 
-def supervised_sections(config: Config) -> tuple[tuple[str, SupervisedConfig], ...]:
-    """Key and section of each."""
-    return ("sft", config.sft), ("reward_model", config.reward_model)
+def supervised_stage(config: Config, command: str) -> tuple[str, SupervisedConfig]:
+    """Key and section of the one that a command other than `evaluate` may run."""
+    return ("reward_model", config.reward_model) if command == "reward-model" else ("sft", config.sft)
 
 
 def check_supervised(config: Config, world: int, command: str) -> Iterator[str]:
@@ -18,11 +18,11 @@ def check_supervised(config: Config, world: int, command: str) -> Iterator[str]:
         return
     parallel, rollout = config.actor.parallel, config.rollout
     ranks = max(1, world // (parallel.tensor * parallel.pipeline * parallel.context))
-    for name, section in supervised_sections(config):
-        if section.wanted and section.batch_size < ranks:
-            yield f"`{name}.batch_size` ({section.batch_size}) must be at least the {ranks} data-parallel ranks"
-        if command == name.replace("_", "-") and not section.wanted:
-            yield f"`{name}.steps` is 0: there is nothing to do for the command {command}; set it to 1 or more"
+    name, section = supervised_stage(config, command)
+    if section.wanted and section.batch_size < ranks:
+        yield f"`{name}.batch_size` ({section.batch_size}) must be at least the {ranks} data-parallel ranks"
+    if command != "train" and not section.wanted:
+        yield f"`{name}.steps` is 0: there is nothing to do for the command {command}; set it to 1 or more"
     pair = 2 * (rollout.max_prompt_tokens + rollout.max_tokens)
     if command == "reward-model" and config.actor.tokens_per_microbatch < pair:
         yield (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.base.messages import errors_named
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe
+from megatron_rl.config.inactive import check_overrides
 from megatron_rl.preflight.recipe import check_recipe
 
 _LONGEST_NAME = 255  # bytes of a folder's
@@ -125,6 +126,7 @@ def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int 
     Raises:
         ConfigError: one line per problem.
     """
+    check_overrides(overrides, command)
     config = load_recipe(recipe, [*overrides, "launch.processes=null"])
     try:
         return check_recipe(config, command, Machine(0, processes, processes), recipe=recipe)

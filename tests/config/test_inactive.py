@@ -184,6 +184,9 @@ def test_of_steps_and_epochs_the_later_source_wins(section: str, write: Callable
         ("sft", "algorithm.preset=gdpo", "sft does not read it; leave it out"),
         ("reward-model", "launch.generators=1", "reward-model does not read it; leave it out"),
         ("reward-model", "trainer.steps=3", "its own is reward_model.steps"),
+        ("train", "reward_model.steps=3", "train does not read it; leave it out"),
+        ("train", "evaluation.harness.name=lm_eval", "train does not read it; leave it out"),
+        ("sft", "evaluation.endpoint.retries=3", "sft does not read it; leave it out"),
     ],
 )
 def test_an_override_that_the_command_does_not_read_is_refused(

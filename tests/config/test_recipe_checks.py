@@ -167,6 +167,15 @@ def test_commands_need_different_things(recipe) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- layout
+def test_of_the_stages_without_rollouts_a_command_is_held_to_its_own(recipe) -> None:
+    shared = recipe("reward_model={steps: 5, batch_size: 1, optimizer: {distributed: false}}", "launch.processes=2")
+    for command in ("train", "evaluate"):
+        check(shared, command=command, machine=CPU)
+    found = problems(shared, command="reward-model")
+    assert any(line.startswith("`reward_model.batch_size` (1) must be at least the 2") for line in found)
+    assert any(line.startswith("`reward_model.optimizer.distributed` is false") for line in found)
+
+
 @pytest.mark.parametrize(
     ("overrides", "processes"),
     [

@@ -47,6 +47,8 @@ def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
     seeds = [f"seed={number}" for number in range(60)]
     [long] = sweep(recipe, [" ".join(seeds)], [], None, tmp_path)
     assert Path(long.arguments[-1]).name == f"000-{'_'.join(seeds)}"[:255], "what a folder's name may have"
+    with pytest.raises(ConfigError, match=r"line 1 of the sweep \(reward_model.steps=1\).*train does not read it"):
+        sweep(recipe, ["reward_model.steps=1"], [], None, tmp_path)
     with pytest.raises(ConfigError, match=r"line 2 of the sweep \(sed=2\).*sed"):
         sweep(recipe, ["seed=1", "sed=2"], [], None, tmp_path)
 
