@@ -16,8 +16,6 @@ from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megatron_rl.checkpoint.contents import Comparison, Contents
 
 _SHOWN = 20  # tensors of a comparison, unless --tensors

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from megatron_rl.base.messages import LARGEST
 from megatron_rl.config.schema import ServerConfig
 
 if TYPE_CHECKING:
@@ -284,4 +285,4 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _count(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value <= LARGEST else 0

@@ -161,7 +161,7 @@ def test_no_access_stops_the_run_until_something_was_answered(status: int) -> No
     assert (error.kind, again.kind) == ("failed", "failed")
 
 
-@pytest.mark.parametrize("usage", ['"a"', "-5", "null", "1.5"])
+@pytest.mark.parametrize("usage", ['"a"', "-5", "null", "1.5", "9" * 400])
 def test_a_token_count_that_is_none_is_not_added(usage: str) -> None:
     traffic, [reply] = posted(f'raw:{{"usage": {{"prompt_tokens": {usage}, "completion_tokens": 3}}}}')
     assert reply["usage"]["completion_tokens"] == traffic.tokens == 3
