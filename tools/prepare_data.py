@@ -21,8 +21,9 @@ from pathlib import Path
 
 from public_data import BENCHMARKS, FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.tasks.rows import Row, huggingface_rows, jsonl_rows, parquet_rows
+from megatron_rl.tasks.rows import Row, files_of, huggingface_rows, jsonl_rows, parquet_rows
 
 
 @dataclass
@@ -87,10 +88,12 @@ def convert(rows: Iterator[Row], converter: Converter, output: Path, keep_duplic
 def _rows(config: TaskConfig) -> Iterator[Row]:
     assert config.path is not None
     if config.path.endswith(".json"):
-        rows = json.loads(Path(config.path).read_text("utf-8"))
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{config.path} must hold a list of objects")
-        yield from rows
+        for file in files_of(config.path, ".json"):
+            with errors_named(f"{file} is not JSON", ValueError, RecursionError):
+                rows = json.loads(file.read_bytes())
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise ValueError(f"{file} must hold a list of objects")
+            yield from rows
         return
     readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
     read = readers.get(Path(config.path).suffix, huggingface_rows)

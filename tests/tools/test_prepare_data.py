@@ -237,6 +237,18 @@ def test_duplicates_are_counted_or_kept(tmp_path: Path, capsys: Any) -> None:
     assert len(prepare(tmp_path, "deepscaler", [row, row], "--keep-duplicates")) == 2
 
 
+def test_files_of_one_array_each_by_a_pattern(tmp_path: Path, capsys: Any) -> None:
+    for number in (1, 2):
+        (tmp_path / f"part{number}.json").write_text(json.dumps([{"problem": f"p{number}", "answer": "1"}]))
+    command = ["deepscaler", "--output", str(tmp_path / "out.jsonl"), "--input"]
+    assert prepare_data.main([*command, f"{tmp_path}/part*.json"]) == 0
+    assert [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").open()] == ["p1", "p2"]
+    for bad in ("[" * 100_000, "{"):
+        (tmp_path / "bad.json").write_text(bad)
+        assert prepare_data.main([*command, f"{tmp_path}/bad.json"]) == 1
+        assert f"prepare_data: {tmp_path}/bad.json is not JSON" in capsys.readouterr().err
+
+
 def test_a_system_message_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "system.txt"
     path.write_text('Tools: {tools}. Write {"name": ...}.')
