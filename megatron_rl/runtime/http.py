@@ -79,11 +79,16 @@ def check_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_key(name: str | None) -> None:
-    """ValueError unless this environment variable is set; None: no key is sent."""
-    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    """ValueError unless this environment variable is set, to what a header can hold; None: no key is sent."""
+    if name is None:
+        return
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError("api_key_env must be the NAME of an environment variable, not the key itself")
-    if name is not None and not os.environ.get(name):
+    key = os.environ.get(name, "")
+    if not key:
         raise ValueError(f"api_key_env: the environment variable {name} is not set")
+    if not (key.isascii() and key.isprintable()):  # what sends it would show it in its error
+        raise ValueError(f"api_key_env: {name} holds a line break, or another character that is in no key; set it anew")
 
 
 def _check_url(url: str) -> None:

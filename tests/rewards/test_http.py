@@ -106,6 +106,14 @@ def test_a_key_goes_nowhere_else_and_an_answer_has_an_end() -> None:
                 one.shutdown()
 
 
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\n", "sk-secr\u00e9t"])
+def test_a_key_that_no_header_holds_is_refused_unseen(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_KEY", key)
+    with pytest.raises(ValueError, match="OWN_KEY holds a line break") as caught:
+        http.check_key("OWN_KEY")
+    assert "secr" not in str(caught.value)
+
+
 DATES = [
     *("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "Mon, 01 Jan 2029 00:00:00 +99999999999999999999"),
     *(
