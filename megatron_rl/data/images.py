@@ -91,7 +91,7 @@ class PromptImages:
 
     def pixels(self) -> np.ndarray:
         """float32 [patches, numbers of a patch], all images', as the tower takes them; not to be changed."""
-        return self.reader.pixels(self.sources)
+        return _pixels(self.reader, self.sources)
 
 
 class Pictures(Protocol):
@@ -130,7 +130,6 @@ class ImageReader:
         if not (Path(folder) / "preprocessor_config.json").is_file():
             raise ValueError(f"{folder} has no preprocessor_config.json, which says how images become pixels")
         self.processor = image_processor(folder, vision, min_pixels, max_pixels)
-        self.pixels = functools.lru_cache(_KEPT)(self._pixels)
 
     def place(self, ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], PromptImages]:
         """Token ids in which each image's one token is repeated as often as the tower has outputs, and where these are.
@@ -162,11 +161,13 @@ class ImageReader:
         """How many tokens images with these grids are."""
         return [frames * rows * columns // self.vision.merge**2 for frames, rows, columns in grids]
 
-    def _pixels(self, sources: tuple[Source, ...]) -> np.ndarray:
-        found = self.processor([open_image(source) for source in sources], return_tensors="np")["pixel_values"]
-        import numpy as np
 
-        return np.asarray(found, dtype=np.float32)
+@functools.lru_cache(_KEPT)  # no part of a reader, which other ranks are sent
+def _pixels(reader: ImageReader, sources: tuple[Source, ...]) -> np.ndarray:
+    found = reader.processor([open_image(source) for source in sources], return_tensors="np")["pixel_values"]
+    import numpy as np
+
+    return np.asarray(found, dtype=np.float32)
 
 
 def open_image(source: Source) -> PILImage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import struct
 from pathlib import Path
 
@@ -85,6 +86,8 @@ def test_an_image_stands_where_its_mark_is(tmp_path: Path, reader: ImageReader, 
         == tokenizer(two.prompt.replace("<image>", reader.vision.image_text))["input_ids"]
     )
     assert two.images.pixels().shape == (60 + 48, 96)
+    sent = pickle.loads(pickle.dumps(two.images))  # as split placement sends it to an engine
+    assert sent.collapsed(two.prompt_ids) == two.images.collapsed(two.prompt_ids)
     positions = two.images.positions(len(two.prompt_ids) + 2)
     assert positions[:, :6].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
     assert positions[:, 5:10].tolist() == [[5] * 5, [5] * 5, [5, 6, 7, 8, 9]]  # the first row of the first image
