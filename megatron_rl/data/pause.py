@@ -19,6 +19,12 @@ def trained_groups(
     chosen = [place for place, done in enumerate(finished) if done][:count]
     if len(chosen) < count:
         return []
-    left = [opened[place] + max_staleness - step for place in set(range(len(opened))) - set(chosen)]
-    in_time = all(sum(due <= later for due in left) <= later * count for later in range(max_staleness))
-    return chosen if in_time else []
+    left = [opened[place] for place in set(range(len(opened))) - set(chosen)]
+    return chosen if can_wait(left, step, count, max_staleness) else []
+
+
+def can_wait(opened: Sequence[int], step: int, count: int, max_staleness: int) -> bool:
+    """Whether groups that wait after `step` can all be trained on in time by steps of `count` groups. `opened`: the step that
+    each was opened in."""
+    left = [opening + max_staleness - step for opening in opened]  # steps
+    return all(sum(due <= later for due in left) <= later * count for later in range(max_staleness + 1))

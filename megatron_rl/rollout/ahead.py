@@ -20,7 +20,7 @@ from megatron_rl.data.exact_json import from_json, to_json
 from megatron_rl.data.rollout import Rollout, Rollouts, Turns
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import exchange, sizes_of, unflatten
-from megatron_rl.rollout.partial import gathered, npz
+from megatron_rl.rollout.partial import gathered, npz, require_same
 from megatron_rl.runtime.distributed import ProcessGrid
 
 AHEAD = "ahead.npz"  # a checkpoint's file
@@ -164,13 +164,12 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
     """Undoes `pack` for any number of ranks that learn.
 
     Raises:
-        ValueError: a prompt is no longer among the training prompts.
+        ValueError: the training prompts are no longer those that it has responses to.
     """
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         saved = {name: file[name] for name in file.files}
     ids = saved["ids"].tolist()
-    if gone := next((name for name in ids if name not in samples), None):
-        raise ValueError(f"the prompt {gone} has responses that were drawn ahead, and is no training prompt any more")
+    require_same([samples.get(name) for name in ids], saved)
     plain = json.loads(str(saved["plain"]))
     metrics, seconds = plain.pop("metrics"), plain.pop("seconds")
     conversations, plain["columns"] = plain.pop("conversations"), tuple(plain["columns"])

@@ -8,6 +8,7 @@ begins, and on the weights, but not on the step in which it is drawn.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,10 +145,34 @@ def gathered(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, np.ndarray] | N
     facts["source"] = 0  # who has it is the layout's
     return {
         "ids": np.array([sample.id for sample in rollouts.samples], dtype=np.str_),
+        "prompts": np.array([_digest(sample) for sample in rollouts.samples], dtype=np.uint64),
         "count": np.array(rollouts.count),
         "facts": facts,
         "tokens": np.concatenate([by_row[row] for row in range(len(rollouts))] or [buffer]),
     }
+
+
+def _digest(sample: Sample) -> int:
+    """Tells a prompt's tokens from others."""
+    tokens = np.asarray(sample.prompt_ids, dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "little")
+
+
+def require_same(samples: Sequence[Sample | None], saved: Mapping[str, np.ndarray]) -> None:
+    """Refuses samples, None where there is none, that are not the prompts that a checkpoint has rollouts of: `gathered`.
+
+    Raises:
+        ValueError: names the first.
+    """
+    digests = (
+        saved["prompts"].tolist() if "prompts" in saved else [None] * len(samples)
+    )  # older checkpoints have names only
+    for sample, name, digest in zip(samples, saved["ids"].tolist(), digests, strict=True):
+        if sample is None or sample.id != name or digest not in (None, _digest(sample)):
+            raise ValueError(
+                f"responses to the prompt {name} wait in it, and the training prompts are no longer those it has; leave "
+                "tasks, seed and model as in its recipe.yaml, or start over with --resume never"
+            )
 
 
 def unpack(content: bytes, grid: ProcessGrid, sample_at: Callable[[int], Sample]) -> Waiting:
@@ -160,11 +185,7 @@ def unpack(content: bytes, grid: ProcessGrid, sample_at: Callable[[int], Sample]
         saved = {name: file[name] for name in file.files}
     positions, engine, count = saved["positions"].tolist(), grid.engine, int(saved["count"])
     samples, facts = [sample_at(position) for position in positions], saved["facts"]
-    for sample, wanted in zip(samples, saved["ids"].tolist(), strict=True):
-        if sample.id != wanted:
-            raise ValueError(
-                f"the prompt {wanted} waits with unfinished responses, and in its place there is {sample.id}"
-            )
+    require_same(samples, saved)
     group, rows = np.arange(len(facts)) // count, np.arange(len(facts))
     facts["source"] = (group % engine.count) * engine.size + rows % engine.size
     rollouts = Rollouts(samples, count, facts, {})

@@ -167,6 +167,7 @@ class Checkpoints:
         compatibility.check_estimator(saved, learner.algorithm.estimator.name, folder)
         compatibility.check_stage(state, config.sft.steps, folder)
         compatibility.check_drawn(config, folder)
+        compatibility.check_waiting(config, state, folder)
 
     def _set_later_aside(self, state: State) -> None:
         roots = [(self.root(state.warming_up), state.stage_step)]

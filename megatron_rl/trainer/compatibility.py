@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest, store
@@ -13,6 +15,7 @@ from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import Config
 from megatron_rl.data.like_lengths import LENGTHS
+from megatron_rl.data.pause import can_wait
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.rollout.ahead import AHEAD
 from megatron_rl.rollout.partial import WAITING
@@ -112,6 +115,35 @@ def check_drawn(config: Config, folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: prompts that come next wait in it (trainer.like_lengths), and would be lost; leave rollout.partial, "
             "launch.generators and algorithm.resample_rounds as in its recipe.yaml, or start over with --resume never"
+        )
+
+
+def check_waiting(config: Config, state: State, folder: Path) -> None:
+    """Raises CheckpointError where the recipe cannot train on rollouts in it that wait: they would be older than it allows, or
+    are in other groups."""
+    partial, trainer, is_ahead = config.rollout.partial, config.trainer, (folder / AHEAD).exists()
+    if not is_ahead and not (folder / WAITING).exists():
+        return
+    saved = saved_recipe(folder)["trainer"]
+    if trainer.minibatches * trainer.epochs < saved["minibatches"] * saved["epochs"]:
+        raise CheckpointError(
+            f"{folder}: responses wait in it, whose age counts in optimizer steps, and a step of this recipe has fewer of "
+            "these; leave trainer.minibatches and trainer.epochs as in its recipe.yaml, or start over with --resume never"
+        )
+    if partial is None or not (folder / WAITING).exists():
+        return
+    with np.load(folder / WAITING, allow_pickle=False) as file:
+        opened, group_size = file["opened"].tolist(), int(file["count"])
+    if group_size != config.rollout.group_size:
+        raise CheckpointError(
+            f"{folder}: prompts wait in it with {group_size} responses each, and rollout.group_size is "
+            f"{config.rollout.group_size}; set it back, or start over with --resume never"
+        )
+    if not can_wait(opened, state.step + is_ahead, trainer.prompts_per_step, partial.max_staleness):
+        raise CheckpointError(
+            f"{folder}: {len(opened)} prompts wait in it, which this recipe does not train on within "
+            f"rollout.partial.max_staleness = {partial.max_staleness} weight syncs; raise that, or trainer.prompts_per_step, "
+            "to what they are in its recipe.yaml, or start over with --resume never"
         )
 
 

@@ -151,17 +151,22 @@ class Run:
         """Whether there was a checkpoint to continue from: `Checkpoints.resume`."""
         state = self.checkpoints.resume(resume, optimizer, total_updates)
         self.state = state or self.state
-        folder = self.checkpoints.continued
-        if folder is not None and (folder / AHEAD).exists():
-            content, samples = (folder / AHEAD).read_bytes(), self.sampler.prompts.train_by_id
-            self.state = replace(self.state, ahead=unpack_ahead(content, self.grid, samples))
-        if folder is not None and (folder / WAITING).exists() and self.generators is None:
-            self.state = replace(self.state, waiting=self.sampler.read_waiting(folder / WAITING))
-        if folder is not None and (folder / LENGTHS).exists():
-            ids = [sample.id for sample in self.sampler.prompts.train]
-            with errors_named(str(folder / LENGTHS), as_error=CheckpointError):
-                self.state = replace(self.state, by_length=LikeLengths.unpack((folder / LENGTHS).read_bytes(), ids))
+        if (folder := self.checkpoints.continued) is not None:
+            with errors_named(str(folder), as_error=CheckpointError):
+                self.state = self._with_what_waits(folder)
         return state is not None
+
+    def _with_what_waits(self, folder: Path) -> State:
+        """The state with what a checkpoint has of rollouts, or of prompts, that were not trained on yet."""
+        state, prompts = self.state, self.sampler.prompts
+        if (folder / AHEAD).exists():
+            state = replace(state, ahead=unpack_ahead((folder / AHEAD).read_bytes(), self.grid, prompts.train_by_id))
+        if (folder / WAITING).exists() and self.generators is None:
+            state = replace(state, waiting=self.sampler.read_waiting(folder / WAITING))
+        if (folder / LENGTHS).exists():
+            ids = [sample.id for sample in prompts.train]
+            state = replace(state, by_length=LikeLengths.unpack((folder / LENGTHS).read_bytes(), ids))
+        return state
 
     def hand_device_to_engine(self) -> None:
         """The device is the engine's from here on, and the engine has the actor's weights.

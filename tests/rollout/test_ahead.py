@@ -79,5 +79,7 @@ def test_a_batch_comes_back_as_it_was(batch: Batch) -> None:
 def test_a_prompt_that_is_gone_is_named(batch: Batch) -> None:
     content = pack(ALONE, batch)
     assert content is not None
-    with pytest.raises(ValueError, match="the prompt t/1 has responses that were drawn ahead"):
+    with pytest.raises(
+        ValueError, match="responses to the prompt t/1 wait in it, and the training prompts are no longer"
+    ):
         unpack(content, ALONE, {sample.id: sample for sample in batch.rollouts.samples if sample.id != "t/1"})

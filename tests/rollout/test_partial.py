@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import to_yaml
 from megatron_rl.config.rollout_keys import PartialConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data.pause import trained_groups
+from megatron_rl.data.pause import can_wait, trained_groups
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.dispatch import Dispatcher
@@ -26,6 +31,7 @@ from megatron_rl.rollout.partial import next_positions, pack, unpack
 from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.runtime.distributed import EngineGroup
 from megatron_rl.tasks import PromptOrder
+from megatron_rl.trainer.compatibility import check_waiting
 from megatron_rl.trainer.partial_sampling import check_prompts, sample_partial
 from megatron_rl.trainer.state import State
 
@@ -280,6 +286,49 @@ def test_the_oldest_finished_groups_are_trained_on_and_the_pause_waits_for_those
     assert trained_groups([True, False, False, True, True], [1, 1, 1, 2, 2], 2, 2, 2) == [0, 3]
 
 
+@given(st.data())
+def test_what_can_wait_is_trained_on_in_time_and_no_step_waits_for_ever(data: st.DataObject) -> None:
+    """Also where the recipe has changed since the groups were opened."""
+    count, staleness, step = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), 9
+    opened = sorted(data.draw(st.lists(st.integers(step - 6, step), max_size=20)))
+    most = data.draw(st.integers(count, (staleness + 1) * count))
+    if not can_wait(opened, step, count, staleness):
+        return
+    for number in range(step + 1, step + 12):
+        opened += [number] * (most - len(opened))
+        chosen = trained_groups([True] * len(opened), opened, number, count, staleness)
+        assert len(chosen) == count
+        assert all(number - opened[place] <= staleness for place in chosen)
+        opened = [each for place, each in enumerate(opened) if place not in chosen]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "staleness", "group", "updates", "said"),
+    [
+        (2, 3, GROUP, UPDATES, None),
+        (3, 2, GROUP, 3, None),
+        (1, 4, GROUP, UPDATES, None),
+        (1, 3, GROUP, UPDATES, "4 prompts wait in it, which this recipe does not train on within .* = 3 weight syncs"),
+        (2, 3, 4, UPDATES, "prompts wait in it with 2 responses each, and rollout.group_size is 4"),
+        (2, 3, GROUP, 1, "a step of this recipe has fewer of these; leave trainer.minibatches"),
+    ],
+)
+def test_a_recipe_that_cannot_train_on_what_waits_is_refused(
+    tmp_path: Path, prompts: int, staleness: int, group: int, updates: int, said: str | None
+) -> None:
+    config = recipe(2, 6, 2, 12)
+    lengths = {(f"t/{i}", j): 5 for i in range(9) for j in range(GROUP)}
+    _, state, _, _ = trained_in(config, lengths, 9, 1, [1])
+    assert state.waiting is not None
+    (tmp_path / "waiting.npz").write_bytes(pack(World(1).grids[0], state.waiting) or b"")
+    (tmp_path / "recipe.yaml").write_text(to_yaml(config))
+    state = replace(state, step=1)
+    config.trainer.prompts_per_step, config.trainer.minibatches, config.rollout.group_size = prompts, updates, group
+    config.rollout.partial = PartialConfig(chunk_tokens=2, open_prompts=6, max_staleness=staleness)
+    with pytest.raises(CheckpointError, match=said) if said else contextlib.nullcontext():
+        check_waiting(config, state, tmp_path)
+
+
 def test_a_prompt_that_is_still_open_is_postponed() -> None:
     ids = "abcabc"
     taken, later, position = next_positions(lambda place: ids[place], 2, [0], {"a", "b"}, 1)
@@ -292,10 +341,21 @@ def test_a_checkpoint_of_other_prompts_and_tasks_that_are_too_small_are_refused(
     lengths = {(f"t/{i}", j): 5 for i in range(9) for j in range(GROUP)}
     _, state, _, _ = trained_in(recipe(2, 4, 2, 12), lengths, 9, 1, [1])
     grid = World(1).grids[0]
-    content = pack(grid, state.waiting)  # type: ignore[arg-type]
+    assert state.waiting is not None
+    content = pack(grid, state.waiting)
     assert content is not None
-    with pytest.raises(ValueError, match=r"the prompt t/\d waits .* there is u/0"):
-        unpack(content, grid, lambda position: Sample("u/0", "u", "", [1, 2]))
+    assert state.waiting is not None
+    names = dict(zip(state.waiting.positions, [sample.id for sample in state.waiting.rollouts.samples], strict=True))
+    unpack(content, grid, lambda position: Sample(names[position], "t", "", [1, 2]))
+    for wrong in (
+        lambda position: Sample("u/0", "u", "", [1, 2]),
+        lambda position: Sample(names[position], "t", "", [1, 2, 3]),  # the same names of other prompts
+        lambda position: Sample(names[position], "t", "", [1, 3]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"responses to the prompt t/\d wait in it, and the training prompts are no"
+        ):
+            unpack(content, grid, wrong)
     prompts: Any = SimpleNamespace(
         train=[Sample("a/0", "a", "", [1]), *(Sample(f"b/{i}", "b", "", [1]) for i in range(99))],
         weights={"a": 1.0, "b": 9.0},
