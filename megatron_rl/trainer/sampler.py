@@ -374,5 +374,6 @@ class Sampler:
         )
         if greedy is not None:
             drawn = torch.from_numpy(greedy.rewards)  # one that was not scored: as if it were its prompt's average
-            table.greedy = torch.where(drawn.isnan(), table.filled.mean(1), drawn)
+            average = table.filled.sum(1) / table.mask.sum(1, keepdim=True).clamp(min=1)
+            table.greedy = torch.where(drawn.isnan(), average, drawn)
         return table

@@ -35,7 +35,10 @@ def test_a_lost_conversation_leaves_its_group_as_if_it_had_never_been(talks: Tal
     rollouts.rewards[[0, 4, 5, 6, 7]] = np.nan
     rollouts.facts["lost"][0] = True
     scorer: Any = SimpleNamespace(columns=("done",), configs={"done": SimpleNamespace(weight=1.0)}, token_weights={})
-    table = Sampler.reward_table(SimpleNamespace(scorer=scorer), rollouts)  # type: ignore[arg-type]
+    greedy: Any = SimpleNamespace(rewards=np.full((3, 1), np.nan))  # lost, too: they count as their prompts' averages
+    table = Sampler.reward_table(SimpleNamespace(scorer=scorer), rollouts, greedy)  # type: ignore[arg-type]
+    assert table.greedy is not None
+    assert torch.allclose(table.greedy[[0, 2]], torch.stack([table.values[0, 1:].mean(0), table.values[2].mean(0)]))
     algorithm = make_algorithm({"preset": "rloo"})
     estimate = algorithm.compute_advantages(table, truncated=rollouts.truncated)
     assert estimate.train.tolist() == [[False, True, True, True], [False] * 4, [True] * 4]
