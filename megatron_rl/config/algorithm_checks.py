@@ -50,6 +50,8 @@ def check_method_choice(config: Config) -> Iterator[str]:
     for column, is_on in (("kl", algorithm.kl.reward_coef > 0), ("overlong", algorithm.overlong.share > 0)):
         if is_on and column in config.rewards:
             yield f"`rewards.{column}`: `algorithm.{column}` adds a column of this name; rename the reward"
+    for column in sorted({"mean", "std"} & config.rewards.keys()):
+        yield f"`rewards.{column}`: the metric `reward/{column}` is of all rewards' weighted sum; rename the reward"
     for name in algorithm.zero_variance_rewards or []:
         if name not in columns:
             yield f"`algorithm.zero_variance_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"

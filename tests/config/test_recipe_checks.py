@@ -111,6 +111,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         ),
         (["algorithm.zero_variance_rewards=[correct]"], "no effect while `algorithm.drop_zero_variance_groups` is false"),
         (["algorithm.kl.reward_coef=0.1", "rewards.kl.reward=math"], "`algorithm.kl` adds a column of this name"),
+        (["rewards.std.reward=math"], "`rewards.std`: the metric `reward/std` is of all rewards' weighted sum; rename"),
         (["algorithm.plugins=[nowhere.py]"], "algorithm.plugins: no file"),
         (["rewards.correct=null"], "`rewards` is empty"),
         (["trainer.eval_reward=judge"], "`trainer.eval_reward` names 'judge'"),
