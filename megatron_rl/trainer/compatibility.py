@@ -119,8 +119,8 @@ def check_drawn(config: Config, folder: Path) -> None:
 
 
 def check_waiting(config: Config, state: State, folder: Path) -> None:
-    """Raises CheckpointError where the recipe cannot train on rollouts in it that wait: they would be older than it allows, or
-    are in other groups."""
+    """Raises CheckpointError where the recipe cannot train on rollouts in it that wait: they would be older than it allows,
+    or are in other groups."""
     partial, trainer, is_ahead = config.rollout.partial, config.trainer, (folder / AHEAD).exists()
     if not is_ahead and not (folder / WAITING).exists():
         return
