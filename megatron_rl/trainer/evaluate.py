@@ -40,13 +40,12 @@ if TYPE_CHECKING:
 _SHOWN = 3  # reasons of failed requests that are printed
 
 
-def evaluate(sampler: Sampler, report: Reporter, step: int) -> dict[str, float]:
-    """The metrics of every eval task under the engine's current weights (docs/metrics.md, Evaluation).
+def evaluate(sampler: Sampler, report: Reporter, step: int, steps: int) -> dict[str, float]:
+    """The metrics of every eval task under the engine's current weights (docs/metrics.md, Evaluation). `steps`: of the run.
 
     k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    config = sampler.config
-    written = config.logging.samples_per_step if step in (0, config.trainer.steps) else 0
+    written = sampler.config.logging.samples_per_step if step in (0, steps) else 0
     answers = _answer(sampler, step, written)
     if written:
         for task, (samples, rollouts) in answers.responses.items():

@@ -163,7 +163,7 @@ def _take_weights(
         with run.timer.untimed("sync_check"):
             subscriber.check()
     if evaluated:
-        scores = evaluate(run.sampler, run.report, step) | run.sampler.take_counters()
+        scores = evaluate(run.sampler, run.report, step, run.config.trainer.steps) | run.sampler.take_counters()
         run.grid.everyone.broadcast((scores, run.report.take()), source=run.grid.learners)
 
 

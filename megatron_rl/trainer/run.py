@@ -139,7 +139,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of every eval task under the engine's current weights."""
         if self.generators is None:
-            return evaluate(self.sampler, self.report, step)
+            return evaluate(self.sampler, self.report, step, self.config.trainer.steps)
         with self.timer.untimed("wait", "waiting for the evaluation"):
             return self.generators.scores()
 

@@ -127,8 +127,9 @@ def _generate(run: Run, step: int) -> dict[str, float]:
         run.sync.check(scored)
     else:
         run.start_engine()
-    metrics = evaluate(run.sampler, run.report, step) | run.sampler.take_counters()
-    if step < run.config.sft.steps:
+    steps = run.config.sft.steps
+    metrics = evaluate(run.sampler, run.report, step, steps) | run.sampler.take_counters()
+    if step < steps:
         run.hand_device_to_actor()
     return metrics
 

@@ -83,7 +83,7 @@ def main(run_dir: Path) -> None:
             "stale": max(abs(after[i][-1] - drawn[row][1]) for i, row in enumerate(rows)),
         }
         (run_dir / "prefixes.json").write_text(json.dumps({key: float(value) for key, value in record.items()}))
-    run.report.log(2, evaluate(run.sampler, run.report, 2))
+    run.report.log(2, evaluate(run.sampler, run.report, 2, run.config.trainer.steps))
     credit = by_turn(run, rollouts)
     if grid.rank == 0:
         (run_dir / "credit.json").write_text(json.dumps(credit))

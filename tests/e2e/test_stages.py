@@ -26,6 +26,7 @@ def test_fine_tuning_evaluates_by_loss_and_by_generation_and_rl_goes_on_from_its
     assert [row["step"] for row in tuned] == [10, 20, 24], (
         "2 epochs of the demonstrations that are not held out, 32 a step"
     )
+    assert [path.name for path in (tuning.run_dir / "samples").iterdir()] == ["eval_held_out_step_24.jsonl"]
     losses = [row["eval/held_out/loss"] for row in tuned]
     assert losses[0] > losses[1] > losses[2]
 
