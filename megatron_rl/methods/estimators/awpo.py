@@ -110,8 +110,9 @@ class AWPO:
         return {"r_out_max": self.peak} if self.r_out_max is None else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        expected = {"r_out_max"} if self.r_out_max is None else set()
-        if set(state) != expected:
-            raise ValueError(f"awpo's state must hold {sorted(expected)}, not {sorted(state)}")
-        if expected:
-            self.peak = float(state["r_out_max"])
+        if ("r_out_max" in state) != (self.r_out_max is None):
+            raise ValueError(
+                f"algorithm.estimator.params.r_out_max is {self.r_out_max}, and the state of the run that is continued has "
+                f"{state.get('r_out_max', 'a fixed one')}; leave it as in that run's recipe, or start over with --resume never"
+            )
+        self.peak = float(state.get("r_out_max", self.peak))
