@@ -283,12 +283,6 @@ def _sampler(
                 report.warn(doubt)
     if command == "train" and config.rollout.partial is not None:
         check_prompts(config, prompts)
-    visits = config.trainer.steps * config.trainer.prompts_per_step
-    if command == "train" and config.trainer.like_lengths > 1 and visits <= len(prompts.train):
-        report.warn(
-            f"trainer.like_lengths changes nothing: no prompt comes twice, {config.trainer.steps} steps take {visits:,} of "
-            f"{len(prompts.train):,}"
-        )
     if grid.link is None or grid.generates_only:
         scorer.open(run_dir, grid.rank, grid.world)
     if command == "train" and config.rollout.fp8 != "none" and grid.everyone.is_main:
@@ -297,9 +291,21 @@ def _sampler(
         if taken := environment.overridden():
             report.note(f"the environment's {', '.join(taken)} changes what the engine computes in FP8 (docs/gpu.md)")
     sampler = Sampler(config, grid, folder, tokenizer, prompts, scorer, report, StepTimer(report.phase))
+    if command == "train" and config.trainer.like_lengths > 1 and (visits := visits_of_new_prompts(config, sampler)):
+        report.warn(
+            f"trainer.like_lengths changes nothing: no prompt comes twice, {config.trainer.steps} steps take {visits:,} of "
+            f"{len(prompts.train):,}"
+        )
     if command == "train" and config.checkpoint.every and any(sample.agent is not None for sample in prompts.train):
         sampler.journal = run_dir / journal.FOLDER
     return sampler
+
+
+def visits_of_new_prompts(config: Config, sampler: Sampler) -> int:
+    """How many prompts the whole run takes where none of them comes twice; else 0."""
+    visits, order = config.trainer.steps * config.trainer.prompts_per_step, sampler.order
+    assert order is not None  # there are training prompts
+    return visits if visits <= len(sampler.prompts.train) and len({*order.take(0, visits)}) == visits else 0
 
 
 def _check_token_rewards(config: Config, scorer: Scorer, tokenizer: Tokenizer, prompts: Prompts) -> None:

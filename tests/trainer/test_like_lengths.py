@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import Config
 from megatron_rl.data.like_lengths import LikeLengths, of_like_lengths
-from megatron_rl.tasks import PromptOrder
+from megatron_rl.tasks import PromptOrder, make_order
+from megatron_rl.trainer.run import visits_of_new_prompts
 
 
 def test_long_ones_share_a_step_in_the_blocks_order() -> None:
@@ -68,3 +72,13 @@ def test_another_number_of_prompts_a_step_loses_none() -> None:
     third, state, position = state.next_step(order.take, position, 5, 1, 0)
     assert first + second + third == order.take(0, 14)
     assert position - len(state.queue) == 14
+
+
+def test_prompts_of_a_small_task_come_twice_though_the_steps_take_fewer_than_there_are() -> None:
+    config, tasks = Config(run_dir=""), ["few"] * 4 + ["many"] * 40
+    config.trainer.steps, config.trainer.prompts_per_step = 6, 2
+    for weights, visits in ((None, 12), ({"few": 1.0, "many": 1.0}, 0), ({"few": 0.1, "many": 1.0}, 12)):
+        sampler: Any = SimpleNamespace(order=make_order(tasks, weights, 3), prompts=SimpleNamespace(train=tasks))
+        assert visits_of_new_prompts(config, sampler) == visits
+    config.trainer.steps = 23
+    assert visits_of_new_prompts(config, sampler) == 0
