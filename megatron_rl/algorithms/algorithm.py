@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +15,7 @@ from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
 from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.registry import make_advantage_estimator, make_surrogate
-from megatron_rl.algorithms.shaping import (
-    add_column,
-    complete_groups,
-    groups_with_variance,
-    overlong_penalty,
-    with_valid,
-)
+from megatron_rl.algorithms.shaping import add_column, complete_groups, groups_with_variance, overlong_penalty
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.load import algorithm_config
@@ -118,7 +112,7 @@ class Algorithm:
         if not complete.any():
             dtype = torch.float64 if table.values.dtype == torch.float64 else torch.float32
             return StepAdvantages(torch.zeros_like(valid, dtype=dtype), complete, has_variance, None, metrics)
-        shaped, turns = with_valid(shaped, complete), None
+        shaped, turns = replace(shaped, valid=complete), None
         if config.credit == "turn":
             result, turns = estimate_turns(self.estimator, shaped)
         else:

@@ -36,11 +36,6 @@ def add_column(table: RewardTable, name: str, values: Tensor, weight: float) -> 
     )
 
 
-def with_valid(table: RewardTable, valid: Tensor) -> RewardTable:
-    """The table with other rollouts taking part; valid is bool [n, m]."""
-    return dataclasses.replace(table, valid=valid)
-
-
 def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
     """Soft overlong punishment (DAPO Eq. 13): 0 up to (1 - share) max_length, falling linearly to -1 at max_length.
 

@@ -143,7 +143,7 @@ def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     """Returns a file's content on rank 0, None on the others. Every rank that learns calls it."""
     rollouts = batch.rollouts
     arrays, share = gathered(grid, rollouts), conversations_of(rollouts, range(len(rollouts)), grid.rank)
-    conversations = grid.gather(share) if grid.world > 1 else [share]
+    conversations = grid.gather(share)
     if arrays is None:
         return None
     plain = {name: getattr(rollouts, name) for name in _PLAIN} | {"metrics": batch.metrics, "seconds": batch.seconds}

@@ -132,7 +132,7 @@ def gathered(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, np.ndarray] | N
     buffer = np.zeros(sizes[own].sum(), dtype=np.uint8)
     for row, view in zip(own, np.split(buffer, np.cumsum(sizes[own])[:-1]), strict=True) if own else ():
         flatten(rollouts, row, view)
-    parts = grid.gather((own, buffer.tobytes())) if grid.world > 1 else [(own, buffer.tobytes())]
+    parts = grid.gather((own, buffer.tobytes()))
     if not grid.is_main:
         return None
     by_row = dict[int, np.ndarray]()

@@ -97,7 +97,8 @@ class ProcessGrid:
     def gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order, on rank 0; [] on the others."""
         out = [item] * self.world if self.is_main else None
-        dist.gather_object(item, out, group=self.host_group)
+        if self.world > 1:
+            dist.gather_object(item, out, group=self.host_group)
         return out or []
 
     def broadcast(self, item: T, source: int = 0) -> T:

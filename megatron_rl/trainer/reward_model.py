@@ -15,7 +15,7 @@ from megatron_rl.data.batch import TokenBatch
 from megatron_rl.runtime import device
 from megatron_rl.tasks.preferences import Pair
 from megatron_rl.trainer.run import Run
-from megatron_rl.trainer.supervised import run_stage, train_stage
+from megatron_rl.trainer.supervised import run_stage, train_stage, update_metrics
 
 
 def reward_model(run: Run, resume: str) -> None:
@@ -59,15 +59,8 @@ def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float, is_lo
         return losses.sum() / len(pairs), metrics
 
     result = actor.update(micro_batches, loss, temperature=1.0, with_metrics=is_logged)
-    return (
-        result.metrics.values()
-        | (actor.expert_load() if is_logged else {})
-        | {
-            "actor/grad_norm": result.grad_norm,
-            "actor/lr": result.learning_rate,
-            "reward_model/tokens": float(sum(pair.num_tokens for pair in pairs)),
-        }
-    )
+    tokens = float(sum(pair.num_tokens for pair in pairs))
+    return update_metrics(actor, result, is_logged) | {"reward_model/tokens": tokens}
 
 
 def preference_metrics(actor: Actor, pairs: Sequence[Pair], centering: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ from megatron_rl.tasks.loading import refuse_long
 from megatron_rl.tasks.tokenizing import template_params
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run
-from megatron_rl.trainer.supervised import run_stage, train_stage
+from megatron_rl.trainer.supervised import run_stage, train_stage, update_metrics
 
 
 class Example(NamedTuple):
@@ -91,15 +91,7 @@ def _step(actor: Actor, batch: TokenBatch, is_logged: bool) -> dict[str, float]:
         return -log_probs.sum() / num_tokens, _cross_entropy(log_probs)
 
     result = actor.update(actor.micro_batches(batch), loss, temperature=1.0, with_metrics=is_logged)
-    return (
-        result.metrics.values()
-        | (actor.expert_load() if is_logged else {})
-        | {
-            "actor/grad_norm": result.grad_norm,
-            "actor/lr": result.learning_rate,
-            "sft/tokens": float(num_tokens),
-        }
-    )
+    return update_metrics(actor, result, is_logged) | {"sft/tokens": float(num_tokens)}
 
 
 def _cross_entropy(log_probs: Tensor) -> Metrics:

@@ -32,8 +32,7 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     rows = [row for row in range(len(rollouts))[:count] if rollouts.facts["source"][row] != UNANSWERED]
     received = exchange(grid, replace(rollouts, experts=None, token_weights={}), [((0,), rows)])
     if any(rollouts.sample(row).agent is not None for row in rows):
-        share = conversations_of(rollouts, rows, grid.rank)
-        for of_rank in grid.gather(share) if grid.world > 1 else [share]:  # [] but on rank 0
+        for of_rank in grid.gather(conversations_of(rollouts, rows, grid.rank)):  # [] but on rank 0
             add_conversations(received, of_rank)
     fetched = [received[row] for row in rows if grid.is_main]
     decode(tokenizer, fetched)

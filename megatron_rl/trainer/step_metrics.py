@@ -73,14 +73,14 @@ def conversation_metrics(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, flo
             for column, rewards in rollout.turn_rewards.items():
                 for turn, reward in enumerate(rewards, start=1):
                     rewarded[turn, column].append(reward)
-    total, longest = Counter[str](), 0
+    total = Counter[str]()
     sums = {key: (len(rewards), math.fsum(rewards)) for key, rewards in rewarded.items()}
     means = defaultdict[tuple[int, str], np.ndarray](lambda: np.zeros(2))
     for part, sums_of_part in grid.all_gather((counts, sums)):
         for key, number_and_sum in sums_of_part.items():
             means[key] += number_and_sum
-        longest = max([longest, *(int(name.removeprefix("turn ")) for name in part if name.startswith("turn "))])
         total.update(part)
+    longest = max((int(name.removeprefix("turn ")) for name in total if name.startswith("turn ")), default=0)
     lost = int(rollouts.facts["lost"].sum())
     number = max(1, len(rollouts) - lost)
     metrics: dict[str, float] = {
@@ -103,8 +103,7 @@ def conversation_metrics(grid: ProcessGrid, rollouts: Rollouts) -> dict[str, flo
 
 
 def _count(counts: Counter[str], sample: Sample, rollout: Rollout) -> None:
-    turns = [len(segment.ids) for segment in rollout.segments if segment.logprobs is not None]
-    for number, tokens in enumerate(turns, start=1):
+    for number, tokens in enumerate(rollout.turn_lengths, start=1):
         counts[f"turn {number}"] += 1
         counts[f"tokens of turn {number}"] += tokens
     counts["failed"] += rollout.failed_by == "model"

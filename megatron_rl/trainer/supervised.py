@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.update_result import UpdateResult
 from megatron_rl.config.schema import SupervisedConfig
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
@@ -66,6 +68,12 @@ def train_stage(
             run.report.log_stage(name, section, step, metrics)
         if snapshot is not None:
             run.checkpoints.submit(run.state, snapshot, metrics)
+
+
+def update_metrics(actor: Actor, result: UpdateResult, is_logged: bool) -> dict[str, float]:
+    """Metrics of an optimizer step. `is_logged`: else without those that ranks have to add up."""
+    load = actor.expert_load() if is_logged else {}
+    return result.metrics.values() | load | {"actor/grad_norm": result.grad_norm, "actor/lr": result.learning_rate}
 
 
 def _weights(weights: Mapping[str, float] | None, tasks: Sequence[str]) -> dict[str, float] | None:

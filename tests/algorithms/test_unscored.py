@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_advantage_estimator, make_algorithm
 from megatron_rl.algorithms.diagnostics import reward_metrics
-from megatron_rl.algorithms.shaping import add_column, groups_with_variance, with_valid
+from megatron_rl.algorithms.shaping import add_column, groups_with_variance
 
 NAMES = ("outcome", "judge")
 
@@ -110,7 +111,7 @@ def test_the_mask_survives_shaping_and_the_record(tmp_path: Path) -> None:
     from megatron_rl.trainer.record import read_step, write_step
 
     given = table(some())
-    longer = add_column(with_valid(given, given.mask), "kl", torch.zeros(3, 6), 1.0)
+    longer = add_column(replace(given, valid=given.mask), "kl", torch.zeros(3, 6), 1.0)
     assert longer.scored is not None
     assert given.scored is not None
     assert longer.scored[:, :, :2].equal(given.scored)

@@ -113,6 +113,6 @@ class AWPO:
         if ("r_out_max" in state) != (self.r_out_max is None):
             raise ValueError(
                 f"algorithm.estimator.params.r_out_max is {self.r_out_max}, and the state of the run that is continued has "
-                f"{state.get('r_out_max', 'a fixed one')}; leave it as in that run's recipe, or start over with --resume never"
+                f"{state.get('r_out_max', 'a fixed one')}; set it back to what it was, or start over with --resume never"
             )
         self.peak = float(state.get("r_out_max", self.peak))
