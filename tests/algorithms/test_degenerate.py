@@ -241,7 +241,9 @@ def test_awpo_running_peak_is_state() -> None:
     assert second(low).group["w_mix"].tolist() == first(low).group["w_mix"].tolist() != [0.0]
     fixed = make_advantage_estimator("awpo", r_out_max=2.0)
     assert fixed.state_dict() == {}
-    with pytest.raises(ValueError, match=r"params\.r_out_max is 2\.0, and the state of the run .* has 1\.5; set it back"):
+    with pytest.raises(
+        ValueError, match=r"params\.r_out_max is 2\.0, and the state of the run .* has 1\.5; set it back"
+    ):
         fixed.load_state_dict({"r_out_max": 1.5})
     with pytest.raises(ValueError, match="no state"):
         make_advantage_estimator("grpo").load_state_dict({"r_out_max": 1.5})
