@@ -75,10 +75,11 @@ def _listed(text: str) -> list[Call] | None:
 
 # -------------------------------------------------------------------------------------------------- GLM-4.5 and Qwen3.5
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# An argument ends at its first closing tag (atomic): a text of many would else be cut in every combination.
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-_GLM_CALL = re.compile(rf"\s*([^\s<>]+)\s*((?:{_ARGUMENT.pattern})*)", re.DOTALL)
+_GLM_CALL = re.compile(rf"\s*([^\s<>]+)\s*((?>{_ARGUMENT.pattern})*+)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_QWEN_CALL = re.compile(rf"\s*<function=([^>\s]+)>\s*((?:{_PARAMETER.pattern})*)</function>\s*", re.DOTALL)
+_QWEN_CALL = re.compile(rf"\s*<function=([^>\s]+)>\s*((?>{_PARAMETER.pattern})*+)</function>\s*", re.DOTALL)
 
 
 def glm4_apart(said: str) -> Apart:
@@ -192,8 +193,8 @@ def deepseek_apart(said: str) -> Apart:
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HEADER = re.compile(
-    r"(?:assistant)?(?:\s*to=(?P<to>\S+?))?\s*<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
-    r"(?:\s*to=(?P<then_to>\S+?))?\s*(?:(?:<\|constrain\|>)?\s*\w+)?\s*"
+    r"(?:assistant)?(?:\s*to=(?P<to>[^\s<]+))?\s*<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
+    r"(?:\s*to=(?P<then_to>[^\s<]++))?\s*+(?:(?:<\|constrain\|>\s*)?\w+\s*)?"
 )
 _FUNCTIONS = "functions."
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_rl.rewards import Reward, make_reward
 from megatron_rl.rewards.isolation import IsolatedReward
+from megatron_rl.rewards.tool_parsers import APART
 
 SLOW = 5.0  # seconds of CPU time of one call in this process; a score takes microseconds, a text of 100 kB milliseconds
 
@@ -40,6 +41,11 @@ GOOD = [
     f"<think>t</think>\nr\n<tool_call>\n{json.dumps(TOOLS['tool_calls'][0])}\n</tool_call>",
     f"r<|python_tag|>{CALLS}",
     CALLS,
+    '[TOOL_CALLS]search[ARGS]{"query": "x", "limit": 3}',
+    "<tool_call>search<arg_key>query</arg_key><arg_value>x</arg_value><arg_key>limit</arg_key><arg_value>3</arg_value></tool_call>",
+    "<tool_call><function=search><parameter=query>x</parameter><parameter=limit>3</parameter></function></tool_call>",
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x"}<｜tool▁call▁end｜>',
+    '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "x", "limit": 3}',
     "1+3=4 4-5=-1 -1-7=-8#-8",
     "Ava is a fool, and Aiden is a sage.",
 ]
@@ -65,6 +71,7 @@ PIECES = [
         "Ava",
         "and",
     ),
+    *("<arg_key>", "</arg_value>", "<function=search>", "</parameter>", "[TOOL_CALLS]", "<|channel|>final", "<|message|>"),
     *("\x00", "\ud800", "\u202e", "\U0001f600", "\\u0000", "\r\n", "\u2028", "\t", "\\", '"', "'"),
 ]
 
@@ -79,6 +86,7 @@ REWARDS = [
     ("tool_format", {"parser": "llama", "think": "none"}, TOOLS, (0, 1)),
     ("tool_correctness", {"parser": "hermes"}, TOOLS, (-3, 3)),
     ("tool_correctness", {"parser": "llama"}, TOOLS, (-3, 3)),
+    *(("tool_outcome", {"parser": parser, "think": "none"}, TOOLS, (0, 2)) for parser in APART),
     ("rubric", {}, TOOLS, (0, 1)),
     ("format", {"pattern": "[^#]*#-?[0-9]+"}, {}, (0, 1)),
     ("length", {"limit": 100, "unit": "characters"}, {}, (0, 1)),

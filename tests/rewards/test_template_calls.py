@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ READ: dict[ParserName, list[tuple[str, str, Any]]] = {  # text, what is beside t
         (QWEN_GO.replace("=go", ""), "", None),
         (QWEN_LOOK.replace("</parameter>\n</function>", "</function>"), "", None),
         (QWEN_LOOK.replace("=n>", "=what>"), "", None),
+        (QWEN_LOOK.replace("\n1", "\n1\n</parameter> and more"), "", None),
         ('<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>', "", None),
     ],
     "deepseek": [
@@ -98,6 +100,7 @@ READ: dict[ParserName, list[tuple[str, str, Any]]] = {  # text, what is beside t
         (f"{THOUGHT}<|channel|>final<|message|>It is 3.", "It is 3.", []),
         (f"{THOUGHT}{GPT_LOOK}<|call|>", "", [LOOK]),
         (f"{COMMENTARY} to=functions.look <|constrain|>json<|message|>{JSON}", "", [LOOK]),
+        (f"{COMMENTARY} to=functions.look<|message|>{JSON}", "", [LOOK]),
         (f"{COMMENTARY}<|message|>I look.<|end|><|start|>assistant{GPT_LOOK}", "I look.", [LOOK]),
         ("<|channel|>analysis to=functions.go code<|message|>{}<|call|>", "", [GO]),
         ("<|channel|>final", "<|channel|>final", None),
@@ -120,6 +123,22 @@ def test_a_turn_is_read_as_it_is_meant_or_not_at_all(parser: ParserName, text: s
     assert read_calls(text, parser) == calls
     if calls is not None:
         assert APART[parser](text.rpartition("</think>")[2])[0] == beside
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("glm4", f"<tool_call>look{'<arg_key>n</arg_key><arg_value>1</arg_value>' * 2000}and more</tool_call>"),
+        ("qwen3_5", QWEN_LOOK.replace(QWEN_ARGUMENTS, QWEN_ARGUMENTS * 2000).replace("</function>", "")),
+        ("gpt_oss", f"{COMMENTARY}{' ' * 20_000}!<|message|>{JSON}"),
+        ("gpt_oss", f"{COMMENTARY} to={'a' * 20_000}!<|message|>{JSON}"),
+    ],
+    ids=lambda value: value[:10],
+)
+def test_a_long_call_that_breaks_off_is_seen_at_once(parser: ParserName, text: str) -> None:
+    start = time.process_time()
+    assert read_calls(text, parser) is None
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
