@@ -23,6 +23,7 @@ from megatron_rl.rewards.judge import as_text
 from megatron_rl.rewards.kinds import ANY, UNIT, Bounds, InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
+from megatron_rl.rewards.server_or_folder import Device, check_device, check_way, place
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Fast
@@ -48,7 +49,7 @@ def reward_model(
     squash: Literal["none", "sigmoid"] = "none",
     batch_size: Annotated[int, Field(ge=1)] = 16,
     max_tokens: Annotated[int, Field(ge=1)] | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
 ) -> Reward:
     """The model's one output for the conversation of prompt and response: any real number, or in (0, 1) with `sigmoid`.
 
@@ -66,11 +67,8 @@ def reward_model(
         device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
     """
     squashed, bounds = (_sigmoid, UNIT) if squash == "sigmoid" else (float, ANY)
-    if (urls is None) == (path is None):
-        raise ValueError("give either urls (of a server) or path (of a model folder)")
+    check_way(urls, path, model, (server, rules), {"batch_size": batch_size != 16, "device": device != "auto"})
     if path is not None:
-        if not (Path(path) / "config.json").exists():
-            raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
         if (outputs := num_labels(read_hf_config(path))) != 1:
             raise ValueError(f"path: {path}: a classifier with {outputs} outputs; a reward model has one")
         return LocalModel(path, squashed, bounds, batch_size, max_tokens, device)
@@ -146,11 +144,12 @@ class LocalModel(InlineReward):
         bounds: Bounds,
         batch_size: int,
         max_tokens: int | None,
-        device: str,
+        device: Device,
     ) -> None:
         super().__init__(
             lambda completion, sample: next(self.scores([completion], [sample])),
             bounds=bounds,
+            check_tokenizer=lambda _: check_device(device),
             check_sample=self._check_prompt,
         )
         self.path, self.squash, self.batch_size = path, squash, batch_size
@@ -208,7 +207,6 @@ class LocalModel(InlineReward):
     def _load(self) -> tuple[PreTrainedModel, Tokenizer]:
         with _LOADING:
             if self._loaded is None:
-                import torch
                 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
                 tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
@@ -219,7 +217,6 @@ class LocalModel(InlineReward):
                     raise ValueError(f"{self.path}: a {type(model).__name__} is no decoder with a `score` layer")
                 if model.config.pad_token_id is None:
                     model.config.pad_token_id = tokenizer.pad_token_id or 0  # masked out all the same
-                on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-                model.eval().to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+                model.eval().to(place(self.device))
                 self._loaded = model, tokenizer
         return self._loaded

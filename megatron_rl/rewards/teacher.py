@@ -10,8 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
@@ -22,6 +21,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.kinds import ANY, InlineReward, Reward, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Budget, Nonsense, RemoteReward, Reply
+from megatron_rl.rewards.server_or_folder import Device, check_device, check_way, place
 from megatron_rl.runtime.http import EndpointError, Unanswered
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def teacher(
     model: str | None = None,
     path: str | None = None,
     batch_tokens: Annotated[int, Field(ge=1)] = 8192,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
 ) -> Reward:
     """log p(teacher) - log p(policy) of each drawn token: minus the reverse KL's sample.
 
@@ -68,26 +68,12 @@ def teacher(
         batch_tokens: `path`: tokens in one forward pass, padding included; a longer rollout has one of its own.
         device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
     """
-    if (urls is None) == (path is None):
-        raise ValueError("give either urls (of a server) or path (of a model folder)")
-    of_server = [*(["model"] if model is not None else []), *_changed(server), *_changed(rules)]
-    of_folder = [
-        name for name, changed in (("batch_tokens", batch_tokens != 8192), ("device", device != "auto")) if changed
-    ]
-    for key in of_server if path is not None else of_folder:
-        raise ValueError(f"{key} does nothing beside {'urls' if path is None else 'path'}: leave it out")
+    check_way(urls, path, model, (server, rules), {"batch_tokens": batch_tokens != 8192, "device": device != "auto"})
     if path is not None:
-        if not (Path(path) / "config.json").exists():
-            raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
         return LocalTeacher(path, batch_tokens, device)
     if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the teacher")
     return TeacherServer(urls, server, AnswerRules(**vars(rules)), model)
-
-
-def _changed(settings: ServerConfig | TeacherRules) -> list[str]:
-    """Names of fields that are not at their defaults."""
-    return [field.name for field in fields(settings) if getattr(settings, field.name) != field.default]
 
 
 class TeacherServer(RemoteReward):
@@ -184,7 +170,7 @@ class LocalTeacher(InlineReward):
 
     batched = True
 
-    def __init__(self, path: str, batch_tokens: int, device: str) -> None:
+    def __init__(self, path: str, batch_tokens: int, device: Device) -> None:
         super().__init__(
             lambda completion, sample: next(self.scores([completion], [sample])),
             per_token=True,
@@ -194,11 +180,9 @@ class LocalTeacher(InlineReward):
         self._model: PreTrainedModel | None = None
 
     def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        import torch
         from transformers import AutoConfig, AutoTokenizer
 
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device = 'cuda', and this machine has no GPU")
+        check_device(self.device)
         theirs = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).get_vocab()
         ours = tokenizer.get_vocab()
         by_id = {token: text for text, token in theirs.items()}
@@ -246,12 +230,10 @@ class LocalTeacher(InlineReward):
     def _load(self) -> PreTrainedModel:
         with _LOADING:
             if self._model is None:
-                import torch
                 from transformers import AutoModelForCausalLM
 
-                on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
                 model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", trust_remote_code=False)
-                self._model = model.eval().to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+                self._model = model.eval().to(place(self.device))
         return self._model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.sample import Sample
@@ -27,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_transformers(folder: Path, text: str) -> float:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
@@ -86,6 +87,13 @@ def test_a_folder_with_another_models_tokenizer_is_refused_before_the_run(folder
         reward.check_sample({"prompt": "~"})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_is_not_there_is_missed_before_the_run(folder: Path) -> None:
+    scorer = Scorer({"rm": RewardConfig(reward="reward_model", params={"path": str(folder), "device": "cuda"})})
+    with pytest.raises(ValueError, match=r"rewards\.rm: device = 'cuda', and this machine has no GPU"):
+        scorer.check_tokenizer(AutoTokenizer.from_pretrained(folder))
+
+
 def test_behind_a_server_it_speaks_vllms_classify() -> None:
     odd = ["7", {"5": 1}, ["1"], [True]]  # read as 7, 5, 1 and 1 by whoever asks Python for a float
     replies = iter([[2.0], [0.1, 0.9], ["nan"], [-1.0], [10**400], *odd])
@@ -123,6 +131,10 @@ def test_its_tokens_have_a_budget_too() -> None:
         ({"urls": "http://h:1"}, "model is missing"),
         ({"path": "/nowhere"}, "no config.json"),
         ({"urls": "http://h:1", "model": "m", "squash": "tanh"}, "squash"),
+        ({"urls": "http://h:1", "model": "m", "batch_size": 9}, "batch_size does nothing beside urls"),
+        ({"urls": "http://h:1", "model": "m", "device": "cpu"}, "device does nothing beside urls"),
+        ({"path": "nowhere", "model": "m"}, "model does nothing beside path"),
+        ({"path": "nowhere", "unanswered": "stop"}, "unanswered does nothing beside path"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(params: dict[str, Any], message: str) -> None:
