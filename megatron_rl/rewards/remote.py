@@ -51,6 +51,13 @@ class AnswerRules:
     max_requests_per_run: Budget = None
     max_tokens_per_run: Budget = None
 
+    def __post_init__(self) -> None:
+        if self.unanswered != "neutral" and self.neutral != type(self).neutral:
+            raise ValueError(
+                f"neutral = {self.neutral:g} does nothing with unanswered: {self.unanswered}; set unanswered: neutral, or "
+                "leave it out"
+            )
+
 
 @dataclass
 class Counts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.base.messages import show
 from megatron_rl.rewards.kinds import Reward, Score
 from megatron_rl.rewards.registry import columns_of
 from megatron_rl.rewards.remote import Counts, Verdict
@@ -89,8 +91,9 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
         returned = list(score) if isinstance(score, Mapping) else repr(score)
         raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, but it declares {declared}")
     for column, value in named.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"the reward {column!r} is {value!r} on sample {sample_id}, not a finite number")
+        if not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
+            said = show(value) if isinstance(value, int) else repr(value)  # Python writes out no number of 5,000 digits
+            raise RewardError(f"the reward {column!r} is {said} on sample {sample_id}, not a finite number")
         low, high = reward.bounds
         if not low - _ROUNDING <= float(value) <= high + _ROUNDING:
             raise RewardError(
@@ -111,7 +114,7 @@ def token_scores(name: str, reward: Reward, score: Score, tokens: int, sample_id
         return np.full(tokens, np.nan, dtype=np.float32)
     try:
         values = np.asarray(score, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         values = np.zeros((0, 0))
     if values.shape != (tokens,):
         returned = f"an array {values.shape}" if values.ndim == 1 else f"{score!r:.80}"

@@ -70,11 +70,13 @@ def test_the_steps_deadline_ends_what_is_still_open() -> None:
     adds_up(counts)
 
 
-@pytest.mark.parametrize(("rule", "value"), [("drop", None), ("neutral", 0.25)])
-def test_the_recipe_decides_what_no_answer_means(rule: str, value: float | None) -> None:
+@pytest.mark.parametrize(
+    ("rule", "value"), [({"unanswered": "drop"}, None), ({"unanswered": "neutral", "neutral": 0.25}, 0.25)]
+)
+def test_the_recipe_decides_what_no_answer_means(rule: dict[str, Any], value: float | None) -> None:
     with serving("text:I cannot say") as server:
-        reward = make(server.url, unanswered=rule, neutral=0.25)
-        assert reward.may_abstain == (rule == "drop")
+        reward = make(server.url, **rule)
+        assert reward.may_abstain == (value is None)
         assert scores(reward, ["a"]) == [value]
 
 
@@ -160,6 +162,7 @@ def test_what_is_sent_is_what_the_recipe_says(tmp_path: Path, monkeypatch: pytes
         ({"urls": "http://me:pw@host/v1"}, "api_key_env"),
         ({"unanswered": "ignore"}, "drop, neutral, stop"),
         ({"neutral": float("nan")}, "neutral"),
+        ({"neutral": 0.3}, "neutral = 0.3 does nothing with unanswered: drop; set unanswered: neutral"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"api_key_env": "sk-abc-123"}, "NAME"),
         ({"template": "/nowhere"}, "cannot read"),

@@ -74,6 +74,11 @@ def beyond_float32():
     score.per_token = True
     return score
 
+def beyond_float64():
+    score = lambda completion, sample: [10**400] * sample["num_tokens"]
+    score.per_token = True
+    return score
+
 def forgets():
     return lambda completion, sample: None
 """
@@ -178,7 +183,7 @@ def test_a_gate_that_fails_decides_also_where_a_reward_per_token_has_no_value(ow
     assert rollout.token_rewards.tolist() == [[0.0], [0.0]]
 
 
-@pytest.mark.parametrize("reward", ["surprise", "per_prompt"])
+@pytest.mark.parametrize("reward", ["surprise", "per_prompt", "beyond_float64"])
 def test_a_reward_per_token_returns_a_number_for_each(own: str, reward: str) -> None:
     scorer = Scorer({"dense": RewardConfig(reward=f"{own}:{reward}")})
     with pytest.raises(RewardError, match=r"'dense' .*sample t/0.* 2 response tokens"):

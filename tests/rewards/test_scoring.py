@@ -51,6 +51,9 @@ def endless():
 def text():
     return lambda completion, sample: "1.0"
 
+def huge():
+    return lambda completion, sample: 10**5000
+
 def beyond(bounds=(0, 1), concurrent=False):
     def score(completion, sample):
         return float(completion or 1.5)
@@ -166,6 +169,7 @@ def test_a_condition_that_cannot_be_met(condition: dict[str, Any], message: str)
         ("broken", r"the reward 'own' failed on sample a/3: ZeroDivisionError"),
         ("endless", r"'own' is inf on sample a/3, not a finite number"),
         ("text", r"'own' is '1\.0' on sample a/3, not a finite number"),
+        ("huge", r"'own' is a number of 16610 bits on sample a/3, not a finite number"),
         ("beyond", r"'own' is 1\.5 on sample a/3, outside its bounds \[0, 1\]"),
         ("undeclared", r"'own' returns \['a'\] on sample a/3, but it declares one number"),
     ],
