@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.typed_params import Params
+from megatron_rl.rewards.call_json import load_json
 from megatron_rl.tasks.reset_step_worker import Step
 
 if TYPE_CHECKING:
@@ -58,11 +60,12 @@ class Served:
         return await self._ask("step", {self._action: action})
 
     async def close(self) -> None:
-        if self._session is not None:
+        if self._session is None:
+            return
+        async with self._session:  # closed whatever becomes of the socket
             if self._socket is not None and not self._socket.closed:
                 await self._socket.send_str('{"type": "close"}')
                 await self._socket.close()
-            await self._session.close()
 
     async def _ask(self, what: str, data: dict[str, object]) -> Step:
         assert self._socket is not None
@@ -70,22 +73,24 @@ class Served:
         message = await self._socket.receive()
         if not isinstance(message.data, str):
             raise ConnectionError(f"{self._url} closed the connection (code {self._socket.close_code})")
-        said: Any = json.loads(message.data)
-        if not isinstance(said, dict) or said.get("type") != "observation":
-            raise ValueError(f"{self._url} answered: {_problem(said) or message.data:.500}")
-        step = said["data"]
-        observation = step["observation"]
+        said: Any = load_json(message.data)
+        told = said.get("data") if isinstance(said, dict) else None
+        if not isinstance(told, dict) or said.get("type") != "observation" or "observation" not in told:
+            raise ValueError(f"{self._url} answered: {_problem(told) or message.data:.500}")
+        observation, reward = told["observation"], told.get("reward") or 0.0
         if self._observation is not None:
-            if self._observation not in observation:
-                raise ValueError(f"an observation has no field {self._observation!r}: it has {', '.join(observation)}")
-            observation = observation[self._observation]
+            fields = observation if isinstance(observation, dict) else {}
+            if self._observation not in fields:
+                has = f"it has {', '.join(fields)}" if fields else f"it is {observation!r:.80}"
+                raise ValueError(f"an observation has no field {self._observation!r}: {has}")
+            observation = fields[self._observation]
         text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-        return Step(text, float(step.get("reward") or 0.0), bool(step.get("done")))
+        with errors_named(f"a step's reward is {reward!r:.80}", TypeError, ValueError, OverflowError):
+            return Step(text, float(reward), bool(told.get("done")))
 
 
-def _problem(said: object) -> str | None:
+def _problem(told: object) -> str | None:
     """The server's words in an error, with what was wrong with an action; None in anything else."""
-    data = said.get("data") if isinstance(said, dict) else None
-    if not isinstance(data, dict) or "message" not in data:
+    if not isinstance(told, dict) or "message" not in told:
         return None
-    return f"{data['message']} {json.dumps(data['errors']) if 'errors' in data else ''}".strip()
+    return f"{told['message']} {json.dumps(told['errors']) if 'errors' in told else ''}".strip()

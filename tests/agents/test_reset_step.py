@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import WSMsgType, web
+from aiohttp import ClientSession, WSMsgType, web
 
 from megatron_rl.agents.registry import make_agent
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
@@ -21,6 +23,7 @@ from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.loading import load_task
+from megatron_rl.tasks.openenv import Served
 from megatron_rl.tasks.reset_step import EnvironmentParams, game_maker
 from tests.agents import talking
 from tests.agents.test_tool_loop import Scripted
@@ -181,6 +184,61 @@ def test_what_a_walk_prints_is_nobody_s_business(how: str, words: Any, server: d
     expected = walked(words, prompts, config)
     prompts, config = walks(words, params("processes", server, how=how))
     assert talking.bits(walked(words, prompts, config)) == talking.bits(expected)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ("It is 3.", "answered: It is 3."),
+        ("[" * 100_000, "answered: [[["),
+        ('{"type": "observation"}', 'answered: {"type": "observation"}'),
+        ('{"type": "observation", "data": {"reward": 1}}', 'answered: {"type": "observation", "data": {"reward": 1}}'),
+        ('{"type": "error", "data": {"message": "busy"}}', "answered: busy"),
+        ('{"type": "observation", "data": {"observation": "at 0"}}', "no field 'text': it is 'at 0'"),
+        ('{"type": "observation", "data": {"observation": {"x": 1}}}', "no field 'text': it has x"),
+        ('{"type": "observation", "data": {"observation": {"text": ""}, "reward": [1]}}', "a step's reward is [1]"),
+    ],
+    ids=range(8),
+)
+def test_an_odd_reply_of_a_server_is_quoted(reply: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        asyncio.run(first_reply(reply))
+
+
+def test_a_server_that_has_gone_away_leaves_no_session_open() -> None:
+    reply = '{"type": "observation", "data": {"observation": {"text": "at 0"}}}'
+    assert asyncio.run(first_reply(reply, goes_away=True)).closed
+
+
+async def first_reply(reply: str, goes_away: bool = False) -> ClientSession:
+    """Asks a server that says this to `reset`, and returns the session after `close`."""
+
+    async def episode(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_str(reply)
+        if goes_away and request.transport is not None:
+            request.transport.abort()
+        await socket.receive()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", episode)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    served = Served(f"http://127.0.0.1:{runner.addresses[0][1]}", observation="text")
+    try:
+        assert await served.reset(1) == "at 0"
+    finally:
+        assert served._session is not None
+        await asyncio.sleep(0.2 if goes_away else 0.0)
+        with contextlib.suppress(OSError):
+            await served.close()
+        await runner.cleanup()
+    return served._session
 
 
 def test_a_process_inherits_what_is_the_users_and_nothing_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
