@@ -8,15 +8,19 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import load_function, require_regular
 from megatron_rl.base.shipped import missing
-from megatron_rl.base.typed_params import check_types
+from megatron_rl.base.typed_params import Params, check_types
 from megatron_rl.config.schema import TaskConfig, TasksConfig
+from megatron_rl.rewards.score_checks import place_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # (file and line, for messages; row)
@@ -101,17 +105,25 @@ def own_rows(config: TaskConfig) -> Rows:
     """Rows of the user's generator, called with the task's `seed` and `params`.
 
     Raises:
-        ValueError: it cannot be loaded, takes other parameters, or yields something other than a dictionary.
+        ValueError: it cannot be loaded, takes other parameters, raises, or yields something other than a dictionary.
     """
     generator = load_function(config.source, "source")
     arguments = {"seed": config.seed, **config.params}
     with errors_named(f"{config.source} is called with {', '.join(arguments)}", TypeError):
         inspect.signature(generator).bind(**arguments)
     check_types(generator, arguments)
-    for number, row in enumerate(generator(**arguments), 1):
+    for number, row in enumerate(_yielded(config.source, generator, arguments), 1):
         if not isinstance(row, dict):
             raise ValueError(f"{config.source}, row {number} is {type(row).__name__}, must be a dictionary")
         yield f"{config.source}, row {number}", row
+
+
+def _yielded(source: str, generator: Callable[..., Iterable[object]], arguments: Params) -> Iterator[object]:
+    """What a user's generator yields. ValueError where it raises, naming its line."""
+    try:
+        yield from generator(**arguments)
+    except Exception as error:  # a user's code: whatever it raises
+        raise ValueError(f"{source}: {type(error).__name__}: {error}{place_of(error)}") from error
 
 
 def parquet_rows(config: TaskConfig) -> Rows:
@@ -132,8 +144,25 @@ def parquet_rows(config: TaskConfig) -> Rows:
 
 def huggingface_rows(config: TaskConfig) -> Rows:
     """Rows of a dataset on the hub, in the local cache, or in a folder (of files, or written by `save_to_disk`)."""
-    for number, row in enumerate(_load_dataset(config), 1):
+    dataset = _load_dataset(config)
+    for name, feature in dataset.features.items():
+        dataset.info.features[name] = _as_stored(feature)
+    for number, row in enumerate(dataset, 1):
         yield f"{config.path}, row {number} of {config.split}", row
+
+
+def _as_stored(feature: Any) -> Any:
+    """A column's type with files left as they are, bytes or paths: decoders take any format, and hand PostScript, say, to
+    other programs."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {key: _as_stored(inner) for key, inner in feature.items()}
+    if hasattr(feature, "feature"):  # of a list
+        feature.feature = _as_stored(feature.feature)
+    elif hasattr(feature, "decode") and not isinstance(feature, datasets.Json):
+        feature.decode = False
+    return feature
 
 
 def asks_hub(tasks: TasksConfig) -> bool:
@@ -146,28 +175,31 @@ def is_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
 
-def _load_dataset(config: TaskConfig) -> Iterable[Row]:
+def _load_dataset(config: TaskConfig) -> Dataset:
     import datasets
 
     assert config.path is not None
     location = Path(config.path).expanduser()
-    if location.is_dir() and is_saved_to_disk(location):
-        for key in ("subset", "revision"):
-            if getattr(config, key) is not None:
-                raise ValueError(f"{key}: {config.path} was written by save_to_disk and has no {key}; remove it")
-        saved = datasets.load_from_disk(str(location))
-        if not isinstance(saved, datasets.DatasetDict):
-            return saved
-        if config.split not in saved:
-            raise ValueError(f"split: {config.path} has no split {config.split!r}, only {', '.join(saved)}")
-        return saved[config.split]
+    is_saved = location.is_dir() and is_saved_to_disk(location)
+    for key in ("subset", "revision") if is_saved else ():
+        if getattr(config, key) is not None:
+            raise ValueError(f"{key}: {config.path} was written by save_to_disk and has no {key}; remove it")
     name = str(location) if location.is_dir() else config.path
+    # Hub, names, formats; a damaged folder of save_to_disk.
+    unreadable = (OSError, ValueError, RuntimeError, LookupError, TypeError, datasets.exceptions.DatasetsError)
     try:
-        return datasets.load_dataset(name, config.subset, split=config.split, revision=config.revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # hub, names, formats
+        if not is_saved:
+            return datasets.load_dataset(name, config.subset, split=config.split, revision=config.revision)
+        saved = datasets.load_from_disk(name)
+    except unreadable as error:
         said = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {said[0] if said else ''}"
         raise ValueError(f"cannot load the dataset {config.path}: {reason}{_remedy(config, location)}") from error
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if config.split not in saved:
+        raise ValueError(f"split: {config.path} has no split {config.split!r}, only {', '.join(saved)}")
+    return saved[config.split]
 
 
 def _remedy(config: TaskConfig, place: Path) -> str:

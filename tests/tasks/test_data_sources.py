@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks import check_tasks, load_task
 from megatron_rl.tasks.row_mapping import to_item
+from megatron_rl.tasks.rows import huggingface_rows
 
 CALL = {"name": "add", "parameters": {"x": 1}}
 TAGGED = f"<think> t </think>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
@@ -187,6 +188,37 @@ def test_what_is_no_parquet_is_named(tmp_path: Path, printable: PreTrainedTokeni
     path.write_bytes(whole[:4] + bytes(30) + whole[34:])  # the footer is fine, a page is not
     with pytest.raises(ValueError, match=r"task t: cannot read .*x\.parquet as Parquet"):
         load_task("t", TaskConfig(source="parquet", path=str(path)), printable)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("data-00000-of-00001.arrow", None, "FileNotFoundError: .*data-00000"),
+        ("state.json", "{}", "KeyError: '_data_files'"),
+        ("state.json", "{", "JSONDecodeError: "),
+    ],
+)
+def test_a_damaged_folder_of_save_to_disk_is_named(
+    file: str, text: str | None, reason: str, tmp_path: Path, printable: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "d"
+    datasets.Dataset.from_dict({"prompt": ["q"]}).save_to_disk(str(path))
+    (path / file).unlink() if text is None else (path / file).write_text(text)
+    with pytest.raises(ValueError, match=rf"task t: cannot load the dataset .*d: {reason}"):
+        load_task("t", TaskConfig(source="huggingface", path=str(path)), printable)
+
+
+def test_files_in_a_dataset_stay_as_they_are_stored(tmp_path: Path) -> None:
+    """Decoders of `datasets` take any format: PostScript would go to Ghostscript before this package looks at it."""
+    file = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n", "path": None}
+    image = datasets.Image()
+    kinds: dict[str, Any] = {"image": image, "all": datasets.List(image), "of": {"it": image}, "more": datasets.Json()}
+    row = {"image": file, "all": [file], "of": {"it": file}, "more": {"a": 1}}
+    columns = {key: [value] for key, value in row.items()}
+    dataset = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    dataset.save_to_disk(str(tmp_path / "d"))
+    [(_, found)] = huggingface_rows(TaskConfig(source="huggingface", path=str(tmp_path / "d")))
+    assert found == row
 
 
 def test_a_split_that_does_not_exist(tmp_path: Path, printable: PreTrainedTokenizerFast) -> None:

@@ -51,6 +51,8 @@ def test_the_environment_shown_works(
         ),
         ("source=world.py:numbers", r"source: world\.py:numbers, row 1 is int, must be a dictionary"),
         ("source=world.py:nothing", r"source: world\.py:nothing yields nothing"),
+        ("source=world.py:forgets", r"source: world\.py:forgets: TypeError: 'NoneType' object is not iterable"),
+        ("source=world.py:raises", r"source: world\.py:raises: KeyError: 'level' \(.*world\.py, line 11\)"),
         ("columns.prompt=question", r"columns\.prompt: world\.py:rows, row 1: .*'question'"),
         ("path=data.jsonl", r"path: has no effect with source: world\.py:rows"),
     ],
@@ -63,6 +65,8 @@ def test_a_generator_that_does_not_fit_is_refused(
         "def rows(seed):\n    yield {'prompt': 'a', 'answer': seed}\n"
         "def numbers(seed):\n    yield 1\n"
         "def nothing(seed):\n    return iter(())\n"
+        "def forgets(seed):\n    [seed]\n"
+        "def raises(seed):\n    yield {'prompt': 'a'}\n    raise KeyError('level')\n"
     )
     (tmp_path / "recipe.yaml").write_text('tasks: {train: {x: {source: "world.py:rows", size: 4}}}\n')
     config = load_recipe("recipe.yaml", ["run_dir=run", "model.path=m", f"tasks.train.x.{change}"])
