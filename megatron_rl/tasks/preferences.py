@@ -62,7 +62,7 @@ def _conversation(prompt: Prompt, side: str, response: object) -> Prompt:
     if isinstance(response, list) and response and all(isinstance(turn, dict) and "role" in turn for turn in response):
         before = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         turns = [Message(prune(turn)) for turn in response]
-        return turns if turns[: len(before)] == before else [*before, *turns]
+        return turns if turns[: len(before)] == prune(before) else [*before, *turns]
     said = "is missing" if response is None else f"must be text or a list of chat messages, not {response!r:.80}"
     raise ValueError(f"the pair's {side!r} {said}; columns.metadata.{side} names another column")
 

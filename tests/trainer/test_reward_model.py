@@ -138,6 +138,7 @@ ANSWER, OTHER = {"role": "assistant", "content": "hi"}, {"role": "assistant", "c
         ([QUESTION], [ANSWER], [OTHER]),
         ([QUESTION], [QUESTION, ANSWER], [QUESTION, OTHER]),
         ("hello?", [QUESTION, ANSWER], [OTHER]),
+        ([{**QUESTION, "name": None}], [{**QUESTION, "name": None}, ANSWER], [QUESTION, OTHER]),
     ],
 )
 def test_every_form_of_a_pair_is_the_same_conversation(prompt: Any, chosen: Any, rejected: Any) -> None:
