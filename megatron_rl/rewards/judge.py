@@ -167,16 +167,19 @@ def _of(call: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def read_score(text: str) -> float | None:
-    """The last JSON object with a usable `score` in a reply, snapped to the nearest tier (the lower of two); None without.
+def conclusion(reply: str) -> str:
+    """What a judge says behind its reasoning, which ends with the last `</think>`; nothing where that was cut off."""
+    _, ended, said = reply.rpartition("</think>")
+    return said if ended or "<think>" not in reply else ""
 
-    Reasoning up to the last `</think>`, code fences and other text around the object are ignored. A score is a number
-    in [0, 1], or the text of one. Reasoning that was cut off before its end holds no score.
+
+def read_score(text: str) -> float | None:
+    """The last JSON object with a usable `score` in a reply's conclusion, snapped to the nearest tier (the lower of two);
+    None without.
+
+    Code fences and other text around the object are ignored. A score is a number in [0, 1], or the text of one.
     """
-    _, ended, after = text.rpartition("</think>")
-    if not ended and "<think>" in text:
-        return None
-    text = (after if ended else text)[-_LONGEST_REPLY:]
+    text = conclusion(text)[-_LONGEST_REPLY:]
     decoder, last_score = json.JSONDecoder(), None
     start = text.find("{")
     while start >= 0:

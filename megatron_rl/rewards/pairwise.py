@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.rewards.judge import Chat, as_text, chat_of, chat_reward, mark_of, read_places
+from megatron_rl.rewards.judge import Chat, as_text, chat_of, chat_reward, conclusion, mark_of, read_places
 from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, RemoteReward
@@ -46,8 +46,8 @@ Explain your decision in a few sentences, then end with exactly one of these lab
 
 
 def read_verdict(text: str) -> int | None:
-    """How much better A is, -2 to 2, of the one label in a judgment; None without one, or with different ones."""
-    labels = set(_LABEL.findall(text))
+    """How much better A is, -2 to 2, of the one label in a judgment's conclusion; None without one, or with different ones."""
+    labels = set(_LABEL.findall(conclusion(text)))
     return VERDICTS.get(labels.pop()) if len(labels) == 1 else None
 
 

@@ -30,6 +30,8 @@ NAN = math.nan
     ("text", "verdict"),
     [
         ("A is clearer. My final verdict: [[A>>B]]", 2),
+        ("<think>[[A>>B]]? No.</think>\nB is clearer: [[B>A]]", -1),
+        ("<think>[[A>>B]]? But", None),
         ("[[A>B]] ... so [[A>B]]", 1),
         ("[[A=B]]", 0),
         ("[[B=A]]", 0),

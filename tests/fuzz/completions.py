@@ -71,7 +71,15 @@ PIECES = [
         "Ava",
         "and",
     ),
-    *("<arg_key>", "</arg_value>", "<function=search>", "</parameter>", "[TOOL_CALLS]", "<|channel|>final", "<|message|>"),
+    *(
+        "<arg_key>",
+        "</arg_value>",
+        "<function=search>",
+        "</parameter>",
+        "[TOOL_CALLS]",
+        "<|channel|>final",
+        "<|message|>",
+    ),
     *("\x00", "\ud800", "\u202e", "\U0001f600", "\\u0000", "\r\n", "\u2028", "\t", "\\", '"', "'"),
 ]
 
