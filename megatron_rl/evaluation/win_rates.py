@@ -82,13 +82,22 @@ def controlled_win_rate(pairs: Sequence[tuple[float, float]], styles: Sequence[S
 
 def logistic_fit(features: Floats, outcomes: Floats) -> Floats:
     """Coefficients of a logistic regression by Newton's method; outcomes 0 to 1. A ridge of 1e-3 keeps them finite where the
-    outcomes can be told apart without error."""
+    outcomes can be told apart without error. A step that would lose likelihood, as features with a few large values have
+    it, is halved until it does not."""
     coefficients = np.zeros(features.shape[1])
     ridge = 1e-3 * np.eye(features.shape[1])
+
+    def loss(at: Floats) -> float:
+        scores = features @ at
+        return float(np.logaddexp(0, scores).sum() - outcomes @ scores + at @ ridge @ at / 2)
+
     for _ in range(_NEWTON):
         p = 1 / (1 + np.exp(-features @ coefficients))
         slope = features.T @ (outcomes - p) - ridge @ coefficients
         step = np.linalg.solve((features.T * (p * (1 - p))) @ features + ridge, slope)
+        most = loss(coefficients) * (1 + 1e-9)  # rounding is no loss
+        while loss(coefficients + step) > most:
+            step /= 2
         coefficients += step
         if np.abs(step).max() < 1e-9:
             break

@@ -161,6 +161,23 @@ def test_the_fit_is_the_maximum_of_the_likelihood() -> None:
     assert logistic_fit(x.numpy(), y.numpy()) == pytest.approx(found.detach().numpy(), rel=1e-5)
 
 
+def test_a_style_that_few_answers_have_does_not_keep_the_fit_from_its_maximum() -> None:
+    """Newton's whole steps leave the likelihood's slope behind them where most of a feature's values are 0, and the model
+    hardly wins."""
+    rng = np.random.default_rng(50)
+    styles = np.where(rng.random((100, 4)) < 0.06, rng.normal(0, 0.02, (100, 4)), 0.0)
+    styles[:, 0] = rng.normal(-0.3, 0.2, 100)
+    verdicts = np.clip(np.round(rng.normal(-1.5 + 2 * styles[:, :1], 0.6, (100, 2))), -2, 2)
+    controlled = controlled_win_rate([(first, second) for first, second in verdicts.tolist()], styles.tolist())
+    assert controlled is not None
+    assert 0 < controlled.value < 0.05
+    x, y = np.column_stack([np.ones(100), styles / styles.std(axis=0)]), (verdicts[:, 0] > 0).astype(float)
+    for draw in rng.integers(0, 100, (200, 100)):
+        found = logistic_fit(x[draw], y[draw])
+        slope = x[draw].T @ (y[draw] - 1 / (1 + np.exp(-x[draw] @ found))) - 1e-3 * found
+        assert np.abs(slope).max() < 1e-6
+
+
 def test_style_is_length_and_markdown_outside_code() -> None:
     own = "# Title\n\n- one\n- two\n1. three\n**bold** and __bold__\n```\n# no title\n- no list\n```\n"
     assert difference(own, own) == dict.fromkeys(COLUMNS, 0.0)
