@@ -91,6 +91,15 @@ def test_all_right_is_not_certainty() -> None:
     assert estimate.low == pytest.approx(30 / (30 + t_quantile(0.975, 29) ** 2))
 
 
+@pytest.mark.parametrize("count", [20, 25, 50])
+def test_prompts_with_the_same_number_are_not_certainty(count: int) -> None:
+    """The mean of 25 thirds is not a third: the deviation from it is rounding, and not 0."""
+    estimate = mean([1 / 3] * count, 0.95)
+    assert estimate.low is not None
+    assert estimate.high is not None
+    assert estimate.low < 0.25 < 0.4 < estimate.high
+
+
 def test_one_prompt_has_no_interval() -> None:
     assert mean([0.5], 0.95) == Interval(0.5, None, None, None, 1)
 
