@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,18 +30,25 @@ def rewards_of(verdict: Verdict) -> Rewards:
         if isinstance(value, list | tuple) and isinstance(column, str) and column != EVERY_COLUMN:
             rewards[column] = tuple(_number_of_turn(verdict, each) for each in value)
             continue
-        number: object = math.nan if value is None else value
-        is_number = isinstance(number, float | int | np.number) and not math.isinf(number)
-        if not isinstance(column, str) or column == EVERY_COLUMN or not is_number:
+        number = math.nan if value is None else _float(value)
+        if not isinstance(column, str) or column == EVERY_COLUMN or math.isinf(number):
             raise ValueError(f"{verdict!r:.200}, no number or mapping of columns to numbers")
-        rewards[column] = float(cast(float, number))
+        rewards[column] = number
     return rewards
 
 
+def _float(value: object) -> float:
+    """A number; infinite where it is none, or beyond all floats."""
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, float | int | np.floating | np.integer) else math.inf
+    return math.inf
+
+
 def _number_of_turn(verdict: Verdict, value: object) -> float:
-    if not isinstance(value, float | int | np.number) or not math.isfinite(value):
+    number = _float(value)
+    if not math.isfinite(number):
         raise ValueError(f"{verdict!r:.200}, where a turn's reward is {value!r:.40}, no finite number (0: it has none)")
-    return float(value)
+    return number
 
 
 def check_turns(rewards: Rewards, turns: int) -> None:

@@ -28,7 +28,10 @@ def _read(sent: Mapping[str, object], where: str) -> Message:
         raise ValueError(f"{where} is {sent!r:.{_SHOWN}}, and needs a role: system, user, assistant or tool")
     message = {key: value for key, value in sent.items() if value is not None and value != []}
     message["content"] = _read_content(message.get("content", ""), where)
-    for call in cast(Sequence[object], message.get("tool_calls", ())):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where}.tool_calls is {calls!r:.{_SHOWN}}, and must be a list")
+    for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where} has a tool call {call!r:.{_SHOWN}}, and it needs function.name")

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -52,13 +52,13 @@ def _route(find: _Find, path: str, method: str, answer: _Answer, refusal: _Refus
         # An unknown session and a wrong key look the same: nobody learns which sessions there are.
         if session is None or not hmac.compare_digest(_key_of(request).encode(), session.api_key.encode()):
             text = "there is no such session with this key"
-            return JSONResponse(refusal(text, "invalid_api_key", 401), 401)
+            return _json(refusal(text, "invalid_api_key", 401), 401)
         try:
             return await answer(session, request)
         except RefusedTurn as error:
             # What is left of a request that was not read to its end is not the next one.
             headers = {"connection": "close"} if error.status in (408, 413) else {}
-            return JSONResponse(refusal(str(error), error.code, error.status), error.status, headers)
+            return _json(refusal(str(error), error.code, error.status), error.status, headers)
 
     return Route(f"/sessions/{{name}}/{path}", answered, methods=[method])
 
@@ -108,13 +108,14 @@ def _written(events: Iterable[Event]) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-def _json(value: Mapping[str, Any]) -> Response:
-    return Response(_encoded(value), media_type="application/json")
+def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encoded(value), status, headers, "application/json")
 
 
 def _encoded(value: object) -> bytes:
-    # ASCII, for half a character in a call's arguments has no other encoding, and no line break stands in an event.
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    # ASCII, for half a character in a call's arguments has no other encoding, and no line break stands in an event. NaN is in
+    # it where the client has sent it.
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 async def _body_of(request: Request) -> dict[str, Any]:

@@ -370,5 +370,6 @@ def _first_difference(sent: Sequence[Message], recorded: Sequence[Message]) -> s
 
 
 def _names(tools: Tools) -> str:
-    functions = [cast(Mapping[str, object], tool.get("function", tool)) for tool in tools or ()]
-    return ", ".join(str(function.get("name")) for function in functions) or "none"
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    names = [function.get("name") if isinstance(function, Mapping) else function for function in functions]
+    return ", ".join(map(str, names)) or "none"

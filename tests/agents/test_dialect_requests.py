@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
 from megatron_rl.agents.replies import read_reply
+from tests.agents.conversing import TOOLS
 from tests.agents.held import CALLS, CLAUDES, FUNCTION, USER, Held, code_of
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
@@ -22,7 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("v1/responses", {"input": "Look.", "background": True}, "unsupported_parameter", "`background`"),
     ("v1/responses", {"input": "Look.", "tool_choice": "required"}, "unsupported_parameter", "forced"),
     ("v1/responses", {"input": "Look.", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "'web_search'"),
-    ("v1/responses", {"input": "Look.", "include": ["x"]}, "unsupported_parameter", "`include` = 'x'"),
+    ("v1/responses", {"input": "Look.", "include": ["x"]}, "unsupported_parameter", "`include` = ['x']"),
     ("v1/responses", {"input": "Look.", "max_output_tokens": 0}, "invalid_parameter", "`max_output_tokens` is 0"),
     ("v1/responses", {"input": "Look.", "previous_response_id": "r"}, "previous_response_not_found", "no response 'r'"),
     ("v1/responses", {"input": [{"type": "item_reference", "id": "i"}]}, "invalid_messages", "'item_reference'"),
@@ -86,6 +90,75 @@ def test_what_has_no_counterpart_is_refused_by_name_and_draws_nothing() -> None:
         stranger = held.anthropic().with_options(api_key="k")
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Look."}])
+
+    asyncio.run(ask())
+
+
+ODD = (True, 5, float("nan"), float("inf"), "x", "\ud800", [5], ["x"], {}, {"a": 1}, [[[]]], 10**400)
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": [{"type": "text", "text": "Hm"}], "tool_calls": [CALL]}
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "v1/chat/completions",
+        {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "1", "content": "ok"}], "tools": [FUNCTION]},
+    ),
+    (
+        "v1/chat/completions",
+        {"messages": [USER], "tools": TOOLS, "stream": True, "stream_options": {}, "logprobs": False},
+    ),
+    (
+        "v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "Look."},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+                {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "ok"},
+            ],
+            "instructions": "Be brief.",
+        },
+    ),
+    ("v1/responses", {"input": "Look.", "tools": [FUNCTION], "include": [], "metadata": {"a": "b"}, "stream": True}),
+    (
+        "v1/messages",
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "ok"}]},
+            ],
+            "system": [{"type": "text", "text": "Be brief."}],
+            "thinking": {"type": "adaptive"},
+            "tool_choice": {"type": "auto"},
+        },
+    ),
+    ("v1/messages/count_tokens", {"messages": [USER], "tools": [CLAUDES]}),
+    ("inference/v1/generate", {"token_ids": [], "sampling_params": {"logprobs": 1}, "request_id": "r"}),
+    ("v1/reward", {"reward": {"a": 1.0, "b": [1.0]}}),
+]
+
+
+def altered(value: Any) -> Iterator[Any]:
+    """Yields the value with an odd one in each of its places."""
+    yield from ODD
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for odd in altered(value[key]):
+            copied = copy.copy(value)
+            copied[key] = odd
+            yield copied
+
+
+def test_no_value_in_a_request_is_a_fault_of_the_server() -> None:
+    async def ask() -> None:
+        held = Held("Yes.")
+        for path, body in WHOLE:
+            whole = {**body, "token_ids": held.session.opening.sample.prompt_ids} if "token_ids" in body else body
+            for odd in ({**whole, key: value} for key in body for value in altered(body[key])):
+                headers = {"authorization": f"Bearer {held.session.api_key}"}
+                address = f"http://engine/sessions/1/{path}"  # the client raises what the app does
+                answer = await held.http().post(address, content=json.dumps(odd), headers=headers)
+                assert answer.status_code in (200, 400), (odd, answer.text)
+                if answer.status_code == 200 and "count_tokens" not in path:
+                    held = Held("Yes.")
 
     asyncio.run(ask())
 

@@ -121,6 +121,14 @@ def flag(body: Body, name: str) -> bool:
     return bool(value)
 
 
+def mapping(body: Body, name: str) -> Mapping[str, Any]:
+    """An object; null and nothing are an empty one. RefusedTurn where it is none."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise RefusedTurn(f"`{name}` is {value!r:.80}, must be an object", "invalid_parameter")
+    return value or {}
+
+
 def mappings(value: object, name: str, of: str = "objects") -> Sequence[Mapping[str, Any]]:
     """A list of objects, RefusedTurn where it is none."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):

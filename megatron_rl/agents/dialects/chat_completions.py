@@ -15,6 +15,7 @@ from megatron_rl.agents.dialects.asking import (
     flag,
     forced,
     limit_of,
+    mapping,
     mappings,
     openai_refusal,
     unsupported,
@@ -48,6 +49,7 @@ def read(body: Body, sampling: Sampling) -> Asked:
     if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
         raise RefusedTurn("`messages` must be a list of messages", "invalid_messages")
     _PARAMETERS.check(body, sampling)
+    mapping(body, "stream_options")
     if flag(body, "logprobs") and not flag(body, "return_tokens_as_token_ids"):
         raise unsupported(
             "`logprobs` is true, and log-probs are given by token ids only: set return_tokens_as_token_ids, too, or leave "
@@ -90,7 +92,7 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
 
 def events(body: Body, completion: dict[str, Any]) -> Iterator[Event]:
     """Yields a stream's events, see `Dialect.events`: chunks without names, the last of which is `[DONE]`."""
-    with_usage = (body.get("stream_options") or {}).get("include_usage")
+    with_usage = mapping(body, "stream_options").get("include_usage")
     [choice] = completion["choices"]
     message, role = choice["message"], choice["message"]["role"]
     usage = {"usage": None} if with_usage else {}

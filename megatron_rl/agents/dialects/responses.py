@@ -24,11 +24,10 @@ from megatron_rl.agents.session import PolicyTurn, RefusedTurn
 from megatron_rl.data.sample import Message
 from megatron_rl.rollout.sampling import Sampling
 
-_ENCRYPTED = "reasoning.encrypted_content"
 _PARAMETERS = AcceptedParameters(
     read=frozenset(
         {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "stream"}
-        | {"previous_response_id", "include"}
+        | {"previous_response_id"}
     ),
     ignored=frozenset(
         {"model", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
@@ -36,6 +35,7 @@ _PARAMETERS = AcceptedParameters(
     ),
     fixed={
         "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]),  # thinking comes in the clear
         "truncation": ("disabled",),
         "text": ({"format": {"type": "text"}}, {}),
         "top_logprobs": (0,),
@@ -47,16 +47,13 @@ _PARAMETERS = AcceptedParameters(
         "reasoning": "how the model thinks is its chat template's, by the task's chat_params",
     },
 )
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_ROLES = ("developer", "system", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def read(body: Body, sampling: Sampling) -> Asked:
     """Reads a request, see `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
-    for name in body.get("include") or ():
-        if name != _ENCRYPTED:  # thinking comes in the clear
-            raise unsupported(f"`include` = {name!r:.80} is not supported; leave it out")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise forced(choice)
@@ -92,10 +89,11 @@ def _messages_of(items: object) -> list[Message]:
 def _message_of(item: Mapping[str, Any], where: str) -> Message:
     kind = item.get("type", "message")
     if kind == "message":
-        role = _ROLES.get(cast(str, item.get("role")))
-        if role is None:
-            raise RefusedTurn(f"{where}.role is {item.get('role')!r:.80}, must be one of {', '.join(_ROLES)}", _INVALID)
-        return {"role": role, "content": _text_of(item.get("content"), f"{where}.content")}
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RefusedTurn(f"{where}.role is {role!r:.80}, must be one of {', '.join(_ROLES)}", _INVALID)
+        content = _text_of(item.get("content"), f"{where}.content")
+        return {"role": "system" if role == "developer" else role, "content": content}
     if kind == "reasoning":
         said = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": "", "reasoning_content": _text_of(said, where)}

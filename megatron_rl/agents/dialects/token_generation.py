@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.agents.dialects.asking import (
@@ -13,6 +12,7 @@ from megatron_rl.agents.dialects.asking import (
     Dialect,
     flag,
     limit_of,
+    mapping,
     openai_refusal,
     usage_of,
 )
@@ -50,11 +50,9 @@ def read(body: Body, sampling: Sampling) -> Asked:
     """Reads a request, see `Dialect.read`."""
     _PARAMETERS.check(body, sampling)
     flag(body, "return_token_ids")
-    tokens, sampling_params = body.get("token_ids"), body.get("sampling_params") or {}
+    tokens, sampling_params = body.get("token_ids"), mapping(body, "sampling_params")
     if not (isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)):
         raise RefusedTurn("`token_ids` must be a list of integers", "invalid_messages")
-    if not isinstance(sampling_params, Mapping):
-        raise RefusedTurn("`sampling_params` must be an object", "invalid_parameter")
     _SAMPLING.check(sampling_params, sampling, "sampling_params.")
     return Asked(reads_calls=False, max_tokens=limit_of(sampling_params, "max_tokens"), tokens=tokens)
 
@@ -63,7 +61,7 @@ def reply(body: Body, turn: PolicyTurn, name: str) -> dict[str, Any]:
     """Writes the answer, see `Dialect.reply`."""
     prompt, drawn = usage_of(turn)
     logprobs = None
-    if (body.get("sampling_params") or {}).get("logprobs") is not None and turn.logprobs is not None:
+    if mapping(body, "sampling_params").get("logprobs") is not None and turn.logprobs is not None:
         # `token` is what earlier versions of vLLM wrote, and `renderers` reads.
         content: list[dict[str, object]] = [
             {"token_id": token, "token": f"token_id:{token}", "logprob": value, "rank": None, "top_logprobs": []}
