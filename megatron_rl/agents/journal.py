@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 import numpy as np
 
 from megatron_rl.agents.failures import InfrastructureFailed
-from megatron_rl.agents.registry import agent_tasks
-from megatron_rl.base.plugins import source_digest
+from megatron_rl.agents.registry import agent_tasks, sources_of
 from megatron_rl.config.schema import Config
 from megatron_rl.data.exact_json import from_json, to_json
 from megatron_rl.data.rollout import Rollout
@@ -57,19 +56,8 @@ def origin(config: Config, step: int, version: int, weights: str) -> dict[str, o
         if key.startswith("tasks.train."):
             assert task.agent is not None
             known |= {f"{key}.agent": asdict(task.agent), f"{key}.chat_params": template_params(task)}
-            for name in _names(asdict(task.agent)):
-                if (digest := source_digest(name)) is not None:
-                    known[f"the file of {name}"] = digest
+            known |= {f"the file of {name}": digest for name, digest in sources_of(task.agent).items()}
     return cast(dict[str, object], json.loads(json.dumps(known, default=str)))
-
-
-def _names(value: object) -> Iterator[str]:
-    """Texts in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _names(item)
 
 
 def drop(run_dir: Path, step: int) -> None:

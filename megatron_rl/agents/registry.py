@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_rl.base.messages import errors_named, unknown_name
-from megatron_rl.base.plugins import load_function
+from megatron_rl.base.plugins import load_function, source_digest
 from megatron_rl.base.typed_params import check_params
-from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.config.schema import AgentConfig, Config, TaskConfig
 from megatron_rl.tasks.sources import SPLIT
 
 if TYPE_CHECKING:
@@ -151,6 +151,19 @@ def agent_tasks(config: Config) -> dict[str, TaskConfig]:
         for name, task in tasks.items()
         if task.agent is not None
     }
+
+
+def sources_of(agent: AgentConfig) -> dict[str, str]:
+    """Digests of the Python files that an agent's name and parameters name, its own environment's say, by what they write."""
+    return {name: digest for name in _texts(asdict(agent)) if (digest := source_digest(name)) is not None}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def converses(config: Config, name: str) -> bool:

@@ -13,16 +13,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from megatron_rl.agents.registry import agent_tasks
-from megatron_rl.base import shipped
-from megatron_rl.config.schema import AgentConfig, Config
+from megatron_rl.agents.registry import agent_tasks, sources_of
+from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.data.rollout import Rollout, Segment
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime import disk, provenance
+from megatron_rl.tasks.tokenizing import template_params
 
 FOLDER = "responses"
 Kept = dict[tuple[str, int], Rollout]  # by sample id and index
@@ -31,8 +31,8 @@ Kept = dict[tuple[str, int], Rollout]  # by sample id and index
 def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
     """Everything that the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
     trainer, rollout = config.trainer, config.rollout
-    agents = {key: _agent(task.agent) for key, task in agent_tasks(config).items() if task.agent is not None}
-    return {
+    agents = {key: _conversations(task) for key, task in agent_tasks(config).items()}
+    known = {
         "model": dict(model),
         "dtype": config.model.dtype,
         "rollout.tensor_parallel": rollout.tensor_parallel,
@@ -45,17 +45,14 @@ def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
         "versions": provenance.versions(),
         **({"agents": agents} if agents else {}),
     }
+    return cast(dict[str, object], json.loads(json.dumps(known, default=str)))  # as `differences` reads it
 
 
-def _agent(agent: AgentConfig) -> dict[str, object]:
-    """An agent but for when it is given up, with hashes of the user's files that it names: what conversations depend on."""
-    named = [value.rpartition(":")[0] for value in (agent.name, *agent.params.values()) if isinstance(value, str)]
-    files = [shipped.find_file(Path(name).expanduser()) for name in named if name.endswith(".py")]
-    code = [hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files]
-    return {
-        **{key: value for key, value in asdict(agent).items() if key not in ("seconds", "stop_after")},
-        "code": code,
-    }
+def _conversations(task: TaskConfig) -> dict[str, object]:
+    """What a task's conversations depend on: template, agent but for when it is given up, and the files that this names."""
+    assert task.agent is not None
+    agent = {key: value for key, value in asdict(task.agent).items() if key not in ("seconds", "stop_after")}
+    return {**agent, "code": sources_of(task.agent), "chat_params": template_params(task)}
 
 
 def files_of(folder: Path) -> dict[str, list[int]]:

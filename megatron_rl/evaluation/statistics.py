@@ -114,7 +114,8 @@ def _estimate(center: float, stderr: float, freedom: float, prompts: int, confid
     if not bounded:
         return Interval(center, stderr, center - quantile * stderr, center + quantile * stderr, prompts)
     p = min(max(center, 0.0), 1.0)  # a mean of numbers in [0, 1], up to rounding
-    size = p * (1 - p) / stderr**2 if stderr > _ROUNDING else float(prompts)  # equal numbers need not have an equal mean
+    # Equal numbers need not have their mean: it is rounded.
+    size = p * (1 - p) / stderr**2 if stderr > _ROUNDING else float(prompts)
     square = quantile**2 / size
     middle = (p + square / 2) / (1 + square)
     half = quantile / (1 + square) * math.sqrt(p * (1 - p) / size + quantile**2 / (4 * size**2))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import EndpointConfig
+from megatron_rl.config.schema import AgentConfig, Config, EndpointConfig, TaskConfig, TasksConfig
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation import response_log as kept
@@ -184,7 +184,21 @@ def test_what_is_kept_after_a_torn_line_is_found_again(tmp_path: Path) -> None:
     }
 
 
-# Runs the command line where neither Megatron-Core nor vLLM can be imported.
+def test_an_evaluation_goes_on_with_the_same_agents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files are named by path or by module, anywhere in the parameters, and YAML has values that JSON has not."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("of_a_module.py", "shop.py", "template.jinja"):
+        (tmp_path / name).write_text("1\n")
+    params: dict[str, Any] = {"shops": [{"at": f"{tmp_path}/shop.py:Shop"}], "prices": {1: 0.5}, "word": "none.py:x"}
+    agent = AgentConfig("of_a_module:agent", params)
+    task = TaskConfig(source="jsonl", chat=True, chat_template=str(tmp_path / "template.jinja"), agent=agent)
+    config = Config(run_dir="", tasks=TasksConfig(eval={"t": task}))
+    kept.begin(tmp_path / "responses", kept.origin(config, {}))
+    assert kept.differences(tmp_path / "responses", kept.origin(config, {})) == []
+    for name in ("of_a_module.py", "shop.py", "template.jinja"):
+        (tmp_path / name).write_text("2\n")
+        assert kept.differences(tmp_path / "responses", kept.origin(config, {})) == ["agents"]
+        (tmp_path / name).write_text("1\n")
 
 
 def test_a_client_that_hangs_up_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
