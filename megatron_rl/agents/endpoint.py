@@ -11,6 +11,7 @@ import hmac
 import json
 import resource
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -194,17 +195,19 @@ class HttpServer:
     def __init__(self, app: Starlette, loop: asyncio.AbstractEventLoop) -> None:
         self._app, self._loop = app, loop
         self._socket: socket.socket | None = None
+        self._begins = threading.Lock()
         self._server: uvicorn.Server | None = None
 
     def address(self) -> str:
         """Says where it listens, from any thread."""
-        if self._socket is None:
-            self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            config = uvicorn.Config(
-                self._app, lifespan="off", log_level="error", access_log=False, ws="none", http=_Connection
-            )
-            self._server = uvicorn.Server(config)
-            asyncio.run_coroutine_threadsafe(self._server.serve([self._socket]), self._loop)
+        with self._begins:
+            if self._socket is None:
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+                config = uvicorn.Config(
+                    self._app, lifespan="off", log_level="error", access_log=False, ws="none", http=_Connection
+                )
+                self._server = uvicorn.Server(config)
+                asyncio.run_coroutine_threadsafe(self._server.serve([self._socket]), self._loop)
         return "http://{}:{}".format(*self._socket.getsockname())
 
     def close(self) -> None:

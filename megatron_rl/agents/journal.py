@@ -159,6 +159,8 @@ class StepJournal:
 
     def _read(self, path: Path) -> bool:
         """Whether the file is of this step; takes what is in it then."""
+        if not path.stat().st_size:  # another engine has just begun it
+            return False
         lines = _lines(path)
         first = next(lines, {}).get("origin")
         if first != self._origin:

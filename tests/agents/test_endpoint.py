@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -76,6 +77,21 @@ def received(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+def test_threads_that_ask_at_once_have_the_same_address(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_server = socket.create_server
+
+    def slow(*arguments: Any, **more: Any) -> socket.socket:
+        time.sleep(0.05)
+        return create_server(*arguments, **more)
+
+    monkeypatch.setattr(endpoint.socket, "create_server", slow)
+    server = HttpServer(endpoint.make_app({}.get), served.loop)
+    with ThreadPoolExecutor(4) as threads:
+        addresses = {asked.result() for asked in [threads.submit(server.address) for _ in range(4)]}
+    assert len(addresses) == 1
+    served.loop.call_soon_threadsafe(server.close)
 
 
 def test_slow_clients_are_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,11 @@ def test_another_engine_goes_on_with_what_one_has_begun(step: Step) -> None:
     assert step("cut") == whole
     assert len(step.engine.submitted) < 18
     talking.SHOP[:] = asked
+    (step.folder / "empty").mkdir()
+    step.file("empty", engine=1).touch()  # it begins its journal at this moment
+    step("empty")
+    assert str(step.resumed) == ""
+    talking.SHOP[:] = asked
     shutil.copytree(step.folder / "cut", step.folder / "both")
     assert step("both") == whole
     assert step.engine.submitted == []
