@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -11,7 +10,7 @@ from megatron_rl.agents.python_tool import PythonTool
 from megatron_rl.agents.registry import Verdict
 from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import load_function
-from megatron_rl.base.typed_params import Params, check_params
+from megatron_rl.base.typed_params import Params, check_arguments
 from megatron_rl.data.sample import Message
 from megatron_rl.tasks.tool_house import ToolHouse
 
@@ -53,10 +52,7 @@ def environment_maker(name: str, params: Params) -> Callable[[], Environment]:
     if factory is None:
         known = unknown_name("environment", name, ENVIRONMENTS)
         raise ValueError(f"{known} (an environment of your own is written module:factory)")
-    check_params(factory, params, name)
-    for key, parameter in inspect.signature(factory).parameters.items():
-        if parameter.default is parameter.empty and key not in params:
-            raise ValueError(f"{name}: the parameter {key!r} is missing")
+    check_arguments(factory, params, name)
     with errors_named(name):
         made = factory(**params)  # its own refusals come before the run
     lacking = [method for method in ("reset", "call", "reward") if not callable(getattr(made, method, None))]

@@ -10,6 +10,7 @@ from megatron_rl.agents.registry import AgentTask, RunAgent, register_agent
 from megatron_rl.agents.tool_loop import cut
 from megatron_rl.base.typed_params import Params, Positive
 from megatron_rl.data.sample import Message
+from megatron_rl.rewards.code import Count
 from megatron_rl.tasks.reset_step import EnvironmentParams, game_maker
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def gymnasium(
     python: str | None = None,
     step_seconds: Positive = 30.0,
     action: str | None = None,
-    longest_observation: int = 4000,
+    longest_observation: Count = 4000,
 ) -> RunAgent:
     """Plays an environment with Gymnasium's interface from the prompt's `seed`, until it is terminated or truncated.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import load_function, source_digest
-from megatron_rl.base.typed_params import check_params
+from megatron_rl.base.typed_params import check_arguments
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig
 from megatron_rl.tasks.sources import SPLIT
 
@@ -129,10 +129,7 @@ def make_agent(name: str, **params: object) -> Agent:
         raise ValueError(
             f"{unknown_name('agent', name, list_agents())} (an agent of your own is written file.py:factory)"
         )
-    check_params(factory, params, of=name)
-    for key, parameter in inspect.signature(factory).parameters.items():
-        if parameter.default is parameter.empty and key not in params:
-            raise ValueError(f"{name}: the parameter {key!r} is missing")
+    check_arguments(factory, params, of=name)
     with errors_named(name, ValueError, OSError):
         made = factory(**params)
     agent = made if isinstance(made, Agent) else Agent(made)

@@ -15,6 +15,7 @@ from megatron_rl.agents.failures import InfrastructureFailed, ModelFailed
 from megatron_rl.agents.registry import Agent, AgentTask, Verdict, register_agent
 from megatron_rl.base.typed_params import Params, Positive
 from megatron_rl.data.sample import Message
+from megatron_rl.rewards.code import Count
 from megatron_rl.runtime.calls import CallTimeout, waiting_pool
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def tools(
     environment: str,
     environment_params: Params | None = None,
     tool_seconds: Positive = 30.0,
-    longest_reply: int = 4000,
+    longest_reply: Count = 4000,
 ) -> Agent:
     """Gives the model the tools of an environment, and makes the calls that it writes, one after the other.
 

@@ -50,10 +50,24 @@ def check_params(function: Callable[..., object], params: Params, of: str) -> No
         ValueError: naming `of` and the nearest parameter, or as `check_types`.
     """
     known = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for name in params:
-        if name not in known:
+        if name not in known and not takes_any:
             raise ValueError(unknown_name(f"parameter of {of}", name, known))
     check_types(function, params)
+
+
+def check_arguments(function: Callable[..., object], params: Params, of: str) -> None:
+    """`check_params`, and a value for every parameter that needs one.
+
+    Raises:
+        ValueError: naming `of` and the parameter.
+    """
+    check_params(function, params, of)
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_any and name not in params:
+            raise ValueError(f"{of}: the parameter {name!r} is missing")
 
 
 def check_types(function: Callable[..., object], params: Params) -> None:

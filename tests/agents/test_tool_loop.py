@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.agents.demonstrated import conversation_ids
 from megatron_rl.agents.environments import environment_maker
+from megatron_rl.agents.registry import make_agent
 from megatron_rl.agents.rendering import Renderer
 from megatron_rl.config import load_recipe
 from megatron_rl.config.schema import Config
@@ -320,3 +321,33 @@ def test_a_tool_s_words_about_its_time_are_not_taken_for_the_deadline(workshop: 
 def test_an_environment_is_refused_before_the_run(name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         environment_maker(name, params)
+
+
+class Bazaar:
+    """Whatever its recipe sells."""
+
+    def __init__(self, *sellers: str, **prices: int) -> None:
+        self.prices = prices
+
+    def reset(self, task: Any) -> list[Any]:
+        return []
+
+    call = reward = reset
+
+
+def haggler(**prices: int) -> Any:
+    async def run(model: Any, task: Any) -> float:
+        return float(len(prices))
+
+    return run
+
+
+def test_a_factory_may_take_any_parameters() -> None:
+    assert environment_maker(f"{HERE}:Bazaar", {"lamp": 3})().prices == {"lamp": 3}  # type: ignore[attr-defined]
+    for prices in ({}, {"lamp": 3}):
+        make_agent(f"{HERE}:haggler", **prices)
+
+
+def test_a_reply_is_cut_to_some_characters() -> None:
+    with pytest.raises(ValueError, match="`longest_reply` must be at least 1; it is -5"):
+        make_agent("tools", environment="tool_house", longest_reply=-5)
