@@ -10,8 +10,9 @@ from megatron_rl.models.family import DENSE_MLP, Family, ModelDescription, Setti
 from megatron_rl.models.gated_delta import GatedDelta, attention_rules
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rules import MLP_NORM, Rule
+from megatron_rl.models.text_only import without_axes
 
-_ROPE = ("rope_scaling", "rope_parameters")
+_TURNING = 0.25  # share of a head's dimensions where config.json does not say
 
 
 def _linear(fields: Fields, layers: int) -> list[bool]:
@@ -26,29 +27,10 @@ def _linear(fields: Fields, layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in types]
 
 
-def _decoder(config: HFConfig) -> tuple[HFConfig, float]:
-    """The fields as `describe_decoder` reads them, and the share of a head's dimensions that rotate.
-
-    Text has the same position on all three axes of `mrope_section`, whichever dimensions turn by which.
-    """
-    text = dict(config)
-    share: JSON = text.pop("partial_rotary_factor", None)
-    for name in _ROPE:
-        if isinstance(rope := text.get(name), dict):
-            share = rope.get("partial_rotary_factor", share)
-            left_out = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-            text[name] = {key: value for key, value in rope.items() if key not in left_out}
-    share = 0.25 if share is None else share
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"config.json: `partial_rotary_factor` = {share!r}, expected a number above 0, at most 1")
-    text.setdefault("intermediate_size", text.get("moe_intermediate_size"))
-    return text, share
-
-
 def _described(config: HFConfig, name: str) -> tuple[Fields, ModelDescription]:
-    text, share = _decoder(config)
-    fields = Fields(text, name)
-    dense = describe_decoder(fields, head_dim=256, qk_norm=True)
+    ffn = config.get("moe_intermediate_size")  # those with experts have no other
+    fields = Fields({"intermediate_size": ffn, **without_axes(config)}, name)
+    dense = describe_decoder(fields, head_dim=256, qk_norm=True, rotary_share=_TURNING)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # of the engine's state
     # Published Qwen3.6 has silu's other name.
@@ -89,7 +71,6 @@ def _described(config: HFConfig, name: str) -> tuple[Fields, ModelDescription]:
         dense,
         dims={**dense.dims, **attention.dims},
         transformer={**dense.transformer, **settings},
-        model={**dense.model, "rotary_percent": float(share)},
         attention=attention,
     )
 

@@ -19,7 +19,7 @@ _LEFT_OUT = frozenset((
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "language_model_only", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
 ))  # fmt: skip
-_AXES = ("mrope_section", "mrope_interleaved")  # a token of text has one position on all of them
+_AXES = ("mrope_section", "mrope_interleaved")
 _PREFIX = "model.language_model."  # before the decoder's names in such files, in place of `model.`
 NOT_READ = ("model.visual.", "mtp.")  # before the names of what is left out
 
@@ -52,10 +52,18 @@ def language_model(config: HFConfig) -> dict[str, JSON]:
                 f"config.json: `{name}` = {outer[name]!r}, but {inner[name]!r} in `{_TEXT}`; set both to what is right"
             )
     merged = {**inner, **{name: value for name, value in outer.items() if value is not None}}
-    for name in _ROPE:
-        if isinstance(rope := merged.get(name), dict):
-            merged[name] = {key: value for key, value in rope.items() if key not in _AXES}
-    return {"model_type": f"{config.get('model_type')}_text", **merged, "architectures": [_TEXT_ONLY[architecture]]}
+    named = {"model_type": f"{config.get('model_type')}_text", **merged, "architectures": [_TEXT_ONLY[architecture]]}
+    return without_axes(named)
+
+
+def without_axes(config: HFConfig) -> dict[str, JSON]:
+    """A config.json without the axes of its rotary embedding: a token of text has one position on all of them."""
+    return {
+        name: {key: item for key, item in value.items() if key not in _AXES}
+        if name in _ROPE and isinstance(value, dict)
+        else value
+        for name, value in config.items()
+    }
 
 
 def names_read(stored: Iterable[str]) -> dict[str, str]:

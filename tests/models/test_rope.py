@@ -174,3 +174,21 @@ def test_a_family_may_turn_a_part_of_its_heads() -> None:
     yarn = Fields({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "of parts")
     with pytest.raises(ValueError, match=r"attention_factor` = 1.27.* a part of a head"):
         read_rope(yarn, 256, share=0.25)
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe-norms"])
+def test_the_part_that_turns_is_scaled_as_in_transformers(
+    tmp_path: Path, parallel: ParallelGroups, variant: str, name: str
+) -> None:
+    folder = tiny.write(tmp_path / "model", variant, num_hidden_layers=4)
+    scaling = SCALINGS[name] | {"partial_rotary_factor": 0.25} | ({"attention_factor": 1.0} if name == "yarn" else {})
+    config, expected = config_of(folder, scaling), transformers_logits(folder, scaling)
+    found = packed_logits(folder, config, model_of(config), parallel)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_part_of_a_head_has_no_attention_factor(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model", "qwen3_5")
+    with pytest.raises(ValueError, match=r"attention_factor` = 1.27.* a part of a head"):
+        model_of(config_of(folder, YARN))  # a quarter turns where config.json does not say
