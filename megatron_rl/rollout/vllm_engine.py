@@ -263,7 +263,9 @@ def llm_options(
     if conversing and options["enable_prefix_caching"] and not device.has_gpu():
         options |= {} if isinstance(model.attention, MultiLatent) else {"block_size": _CONVERSATION_BLOCK}
     if config.model.rope_scaling is not None:
-        rope = {**config.model.rope_scaling.fields(), "rope_theta": model.description.rope.theta}
+        read = model.description.rope
+        rope = {**config.model.rope_scaling.fields(), "rope_theta": read.theta}
+        rope |= {} if read.share == 1 else {"partial_rotary_factor": read.share}
         longer = {"rope_parameters": rope, "max_position_embeddings": model.description.max_positions}
         options["hf_overrides"] = {**options.get("hf_overrides", {}), **longer}
     if config.actor.lora is not None and config.actor.lora.sync == "adapters":

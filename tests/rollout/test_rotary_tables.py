@@ -75,6 +75,20 @@ def test_the_recipes_scaling_is_given_to_vllm_as_a_whole() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "share"), [("Qwen3.5-35B-A3B", 0.25), ("GLM-4.5-Air", 0.5)])
+def test_vllm_is_told_which_part_of_a_head_turns(name: str, share: float) -> None:
+    published = published_config(name)
+    assert published is not None
+    positions = published["max_position_embeddings"]
+    assert isinstance(positions, int)
+    scaling = RopeScalingConfig(factor=4.0, original_max_position_embeddings=positions, attention_factor=1.0)
+    config = Config(run_dir="run", model=ModelConfig(path="any", rope_scaling=scaling))
+    hf_config = config.model.completed(published)
+    rope = llm_options(config, "any", hf_config, model_of(hf_config))["hf_overrides"]["rope_parameters"]
+    assert rope["partial_rotary_factor"] == share
+    assert rope["rope_theta"] == model_of(published).description.rope.theta
+
+
 def test_a_quantised_folder_gets_the_recipes_scaling_too(tmp_path: Path) -> None:
     from transformers import Qwen3Config
     from vllm.transformers_utils.config import get_config
