@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from torch import Tensor
-
+from megatron_rl.base.messages import errors_named
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import TorchDist
 from megatron_rl.checkpoint.convert.merged import stored_model
@@ -108,12 +107,11 @@ def _about_hf(folder: Path) -> dict[str, object]:
 
 def _about_megatron(folder: Path) -> tuple[str, dict[str, object]]:
     if not (folder / manifest.MANIFEST).is_file():
-        about = (
-            {"backend": json.loads((folder / "metadata.json").read_text())}
-            if (folder / "metadata.json").is_file()
-            else {}
-        )
-        return "plain Megatron checkpoint", about
+        backend = folder / "metadata.json"
+        with errors_named(f"{backend} cannot be read", OSError, ValueError, RecursionError):
+            return "plain Megatron checkpoint", {
+                "backend": json.loads(backend.read_text())
+            } if backend.is_file() else {}
     content = manifest.read(folder)
     about = {key: value for key, value in content.items() if key not in ("files", "format", "kind", "digest", "task")}
     if content.get("kind") == "conversion":
@@ -202,10 +200,11 @@ def _difference(name: str, a: WeightSource, b: WeightSource) -> Difference:
     size = math.prod(shape)
     if shape != b.shape(name):
         return Difference(name, size, size, math.inf, math.inf, f"shape {shape} and {b.shape(name)}")
-    rows = max(1, _BLOCK // max(1, size // max(shape[0], 1) * 8))
+    length = shape[0] if shape else 1
+    rows = max(1, _BLOCK // max(1, size // max(length, 1) * 8))
     changed, largest, square, norm = 0, 0.0, 0.0, 0.0
-    for start in range(0, shape[0], rows):
-        x, y = (_values(source.read(name, 0, start, min(shape[0], start + rows))) for source in (a, b))
+    for start in range(0, length, rows):
+        x, y = (source.read(name, 0, start, min(length, start + rows)).double() for source in (a, b))
         delta = (x - y).abs()
         differs = (x != y) & ~(x.isnan() & y.isnan())  # a NaN on one side only differs
         changed += int(differs.sum())
@@ -215,7 +214,3 @@ def _difference(name: str, a: WeightSource, b: WeightSource) -> Difference:
         norm += float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
     relative = 0.0 if square == 0 else math.inf if norm == 0 else math.sqrt(square / norm)
     return Difference(name, size, changed, largest, relative)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.double()

@@ -163,7 +163,7 @@ def read(folder: Path) -> Manifest:
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[StoredChunk]]:
     """Every tensor by name, and where its pieces lie. Raises ValueError: the index is missing or damaged."""
-    with errors_named(f"its {TENSORS} cannot be read", OSError, ValueError, KeyError, TypeError):
+    with errors_named(f"its {TENSORS} cannot be read", OSError, ValueError, KeyError, TypeError, AttributeError):
         content = json.loads((folder / TENSORS).read_bytes())
         tensors = {name: TensorInfo(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
         return tensors, [StoredChunk.of(row) for row in content["pieces"]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.hf_config import JSON, HFConfig
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rules import HFTensor, Place, Rule, Sharding
 
 _POLICY, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -42,8 +42,7 @@ def classifier(family: Family) -> Family:
 def num_labels(hf_config: HFConfig) -> int:
     """Outputs of the classifier that a config.json describes; transformers' default is 2."""
     names = hf_config.get("id2label")
-    given = hf_config.get("num_labels") or (len(names) if isinstance(names, dict) else 2)
-    return int(str(given))
+    return Fields(hf_config, "reward model").integer("num_labels", len(names) if isinstance(names, dict) else 2)
 
 
 def is_classifier(family: Family) -> bool:

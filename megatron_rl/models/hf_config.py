@@ -55,11 +55,12 @@ def stored_hf_config(folder: str | Path) -> dict[str, JSON]:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        what = "has no config.json" if Path(folder).is_dir() else "does not exist"
+        what = "is not a folder" if Path(folder).exists() else "does not exist"
+        what = "has no config.json" if Path(folder).is_dir() else what
         raise ValueError(f"model folder {folder} {what}: it must be a Hugging Face model folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or no UTF-8, too
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
@@ -117,9 +118,10 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """A number from 0 on, which JSON's NaN and Infinity are not."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"config.json: `{name}` = {value!r}, expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+            raise ValueError(f"config.json: `{name}` = {value!r:.80}, expected a number from 0 on")
         return value
 
     def flag(self, name: str, default: bool) -> bool:

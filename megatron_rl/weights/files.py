@@ -125,6 +125,11 @@ class Entry:
     offset: int
     nbytes: int
 
+    @property
+    def rows(self) -> int:
+        """A number without dimensions is read as a row of its own."""
+        return self.shape[0] if self.shape else 1
+
 
 class SafetensorsFolder(WeightSource):
     """The tensors of a folder's `*.safetensors`, read slice by slice; a file is opened when first needed.
@@ -163,9 +168,7 @@ class SafetensorsFolder(WeightSource):
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
         entry = self.entry(name)
-        if not entry.shape:
-            raise ValueError(f"{self._files[name]}: {name} has no dimensions, but a part of it is asked for")
-        rows, *rest = entry.shape
+        rows, rest = entry.rows, entry.shape[1:]
         bits = DTYPES[entry.dtype].bits
         if dim == 0:
             out = np.empty((min(stop, rows) - start, *rest), bits)
@@ -184,7 +187,7 @@ class SafetensorsFolder(WeightSource):
         entry = self.entry(name)
         if out.size == 0:
             return
-        view, offset = out.data.cast("B"), entry.offset + start * (entry.nbytes // entry.shape[0])
+        view, offset = out.data.cast("B"), entry.offset + start * (entry.nbytes // entry.rows)
         with self._files[name].open("rb", buffering=0) as file:
             while view:
                 count = os.preadv(file.fileno(), [view[:_LARGEST_READ]], offset)

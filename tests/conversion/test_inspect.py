@@ -85,6 +85,20 @@ def test_the_difference_is_summed_over_blocks_of_rows(tmp_path: Path, monkeypatc
     assert found() == inspected.Difference("w", 4, 4, math.inf, math.inf, "shape (2, 2) and (2, 3)")
 
 
+def test_numbers_without_dimensions_are_compared(tmp_path: Path) -> None:
+    """As scales of weights in FP8 are, one for each."""
+    for name, value in (("first", 2.0), ("second", 3.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file(
+            {"a.weight_scale": torch.tensor(value), "b": torch.empty(0, 3)}, tmp_path / name / "model.safetensors"
+        )
+    assert difference(tmp_path / "first", tmp_path / "first").identical
+    [changed, empty] = difference(tmp_path / "first", tmp_path / "second").tensors
+    assert (changed.values, changed.changed, changed.max_abs, changed.relative) == (1, 1, 1.0, 0.5)
+    assert (empty.values, empty.changed) == (0, 0)
+
+
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(root / "megatron"), "--tensors", "--check"]) == 0
     shown = capsys.readouterr().out

@@ -107,6 +107,17 @@ def test_bridge_finds_its_configuration(hf: Path, tmp_path: Path) -> None:
     assert (config["checkpoint"]["save_optim"], config["checkpoint"]["save_rng"]) == (False, False)
 
 
+@pytest.mark.parametrize("program", ["megatron-lm", "bridge"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe", "qwen3_5", "gpt_oss"])
+def test_what_their_files_cannot_describe_is_refused_before_anything_is_written(
+    tmp_path: Path, variant: str, program: str
+) -> None:
+    hf = tiny.write(tmp_path / "hf", variant)
+    with pytest.raises(ValueError, match=r"Megatron-LM and Megatron-Bridge .*leave (it|out --for)"):
+        jobs.run(ToMegatron(hf, Layout(), program=program), tmp_path / "out", 1, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_the_command_says_how_to_load_it(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.write(tmp_path / "llama", "llama3", num_hidden_layers=1)
     out = tmp_path / "out"

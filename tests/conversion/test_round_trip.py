@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import seeing, tiny
 from safetensors.torch import load_file
 
 from megatron_rl.base import block_fp8
 from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.source import SourceModel
-from megatron_rl.checkpoint.convert.verify import compare, compare_logits
+from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
 from megatron_rl.weights.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron
@@ -156,6 +157,20 @@ def test_fp8_is_within_half_a_step_of_every_weight_and_read_by_its_readers(tmp_p
     assert engine.is_checkpoint_fp8_serialized
     assert engine.weight_block_size == [128, 128]
     assert "model.layers.0.mlp.gate" in engine.ignored_layers
+
+
+def test_logits_of_a_reward_model_are_its_scores(tmp_path: Path) -> None:
+    config = tiny.configuration("qwen3", num_hidden_layers=2, num_labels=1, pad_token_id=0)
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", Layout(2))
+    compared = compare_logits(tmp_path / "hf", tmp_path / "megatron", tmp_path / "megatron", "keep")
+    assert isinstance(compared, Logits)
+    assert compared.relative < 1e-5 < compared.largest
+
+
+def test_equal_logits_may_all_be_zero() -> None:
+    assert Logits(0.0, 0.0, 1e-4).relative == 0
 
 
 def test_logits_of_another_model_are_refused(tmp_path: Path) -> None:

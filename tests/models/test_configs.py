@@ -239,14 +239,31 @@ def test_an_unknown_family_is_refused_by_name(architectures: list[str] | None) -
     assert "Qwen3ForCausalLM" in str(error.value)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 10**31, True, "1e-6"])
+def test_a_number_is_one_that_a_model_can_have(value: Any) -> None:
+    config = {**PUBLISHED["Qwen3-8B"][0], "rms_norm_eps": value}
+    with pytest.raises(ValueError, match=r"`rms_norm_eps` = .{1,80}, expected a number from 0 on"):
+        model_of(config)
+
+
+@pytest.mark.parametrize("value", ["two", True, 1.5, [1]])
+def test_a_number_of_labels_is_a_number(value: Any) -> None:
+    config = {**PUBLISHED["Qwen3-8B"][0], "architectures": ["Qwen3ForSequenceClassification"], "num_labels": value}
+    with pytest.raises(ValueError, match="`num_labels`"):
+        model_of(config)
+
+
 def test_reading_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         read_hf_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        read_hf_config(tmp_path)
+    for content in (b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+            read_hf_config(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json is not a folder"):
+        read_hf_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="expected an object"):
         read_hf_config(tmp_path)

@@ -49,7 +49,8 @@ def convert(options: argparse.Namespace, say: Say) -> None:
         config = config_folder(source, options.config)
         master, padding = options.master_weights, options.any_padding
         task, target = ToHF(source, config, options.dtype, options.shard_size, padding, master), options.hf
-    target = Path(str(target).rstrip("/"))
+    if target.is_symlink() or not target.name:  # a folder is made beside it, and takes its place
+        target = target.resolve()
     jobs.run(task, target, options.workers, say)
     files = manifest.read(target / task.inside)["files"]
     say(

@@ -99,7 +99,8 @@ def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]
     """Does the task; returns False where `target` already is its whole result.
 
     Raises:
-        ValueError: `target` exists and is something else, or another process is writing it; whatever the task raises.
+        ValueError: `target` exists and is something else, or cannot be replaced, or another process is writing it; whatever
+            the task raises.
         OSError: no room, no permission.
     """
     identity, partial = task.identity(), target.with_name(f".{target.name}.converting")
@@ -111,6 +112,10 @@ def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]
             return False
         raise ValueError(
             f"{target} exists and is not the result of this conversion; remove it or choose another folder"
+        )
+    if target.is_mount():
+        raise ValueError(
+            f"{target} is where a disk is mounted, and the result would take its place: name a folder in it"
         )
     with _only_writer(partial, target):
         done = _taken_up(partial, identity, say)

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.convert.layout import Layout, padded
 from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, SourceModel
+from megatron_rl.models.attention import GroupedQuery
+from megatron_rl.models.classifier import is_classifier
+from megatron_rl.models.family import Model
 from megatron_rl.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -51,6 +54,22 @@ def rope_arguments(rope: Rope) -> dict[str, bool | float]:
             "embedding; leave out --for, and set the frequencies where the checkpoint is loaded"
         )
     return {}
+
+
+def check(model: Model) -> None:
+    """Refuses what these files cannot describe.
+
+    Raises:
+        ValueError: both programs would make another model than it from them.
+    """
+    description = model.description
+    alike = model.is_uniform and isinstance(model.attention, GroupedQuery)
+    if not alike or description.vision is not None or is_classifier(model.family):
+        raise ValueError(
+            "--for: Megatron-LM and Megatron-Bridge are told of language models whose layers are alike, with grouped-query "
+            f"attention, and this one of family `{model.family.name}` is none; leave it out"
+        )
+    rope_arguments(description.rope)
 
 
 def write_files(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:

@@ -57,7 +57,9 @@ def megatron_folder(folder: Path) -> Path:
     if is_megatron(folder):
         return folder
     if (folder / TRACKER).is_file():
-        text = (folder / TRACKER).read_text().strip()
+        text = (folder / TRACKER).read_text(errors="replace").strip()
+        if text != "release" and not text.isdecimal():
+            raise ValueError(f"{folder / TRACKER} says {text!r:.80}, expected `release` or the number of an iteration")
         inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
         if is_megatron(inner):
             return inner
@@ -69,8 +71,8 @@ def megatron_folder(folder: Path) -> Path:
     inside = sorted(path.parent.name for path in folder.glob("*/.metadata")) if folder.is_dir() else []
     if inside:
         raise ValueError(f"{folder} holds the checkpoints {', '.join(inside)}: name one of them")
-    what = "holds no Megatron checkpoint of format torch_dist" if folder.is_dir() else "does not exist"
-    raise ValueError(f"{folder} {what}")
+    what = "is not a folder" if folder.exists() else "does not exist"
+    raise ValueError(f"{folder} {'holds no Megatron checkpoint of format torch_dist' if folder.is_dir() else what}")
 
 
 def config_folder(checkpoint: Path, config_path: Path | None) -> Path:
@@ -88,8 +90,10 @@ def config_folder(checkpoint: Path, config_path: Path | None) -> Path:
     run_dir = checkpoint.resolve().parent.parent
     recipe = run_dir / "recipe.yaml"
     if recipe.is_file():
-        path = (read_yaml(recipe).get("model") or {}).get("path")
-        folder = run_dir / "model" if path is None else Path(path)
+        content = read_yaml(recipe)
+        section = content.get("model") if isinstance(content, dict) else None
+        path = section.get("path") if isinstance(section, dict) else None
+        folder = run_dir / "model" if path is None else Path(str(path))
         if (folder / "config.json").is_file():
             return folder
         raise ValueError(
@@ -117,7 +121,7 @@ class HFFolder(SafetensorsFolder):
         if chunk is None:
             return
         done, digest = self._begun.setdefault(name, (0, blake3()))
-        if start * (chunk.length // self.entry(name).shape[0]) == done < chunk.length:
+        if start * (chunk.length // self.entry(name).rows) == done < chunk.length:
             digest.update(out.data.cast("B"))
             self._begun[name] = (done + out.nbytes, digest)
             if done + out.nbytes == chunk.length:

@@ -162,7 +162,7 @@ def _planned(task: ToMegatron) -> _Plan:
     source = opened(files_read, model.family)
     task.layout.check(model)
     if task.program is not None:
-        programs.rope_arguments(model.description.rope)
+        programs.check(model)
     check_names(source, model)
     for rule in model.weights():
         check_tensors(rule, source, model.dims)

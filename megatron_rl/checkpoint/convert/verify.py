@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.convert.jobs import Conversion, Progress, ProgressBar, in_parallel
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models.classifier import is_classifier
 from megatron_rl.runtime import memory_use as memory
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.weights.files import DTYPES, WeightSource
@@ -117,7 +118,7 @@ class Logits:
 
     @property
     def relative(self) -> float:
-        return self.difference / self.largest
+        return self.difference / self.largest if self.difference else 0.0
 
 
 def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: bool = False) -> Logits | str:
@@ -161,14 +162,22 @@ def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) ->
 
 
 def _transformers(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    sees = model_of(read_hf_config(folder)).description.vision is not None
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    described = model_of(read_hf_config(folder))
+    is_reward = is_classifier(described.family)
+    auto = AutoModelForImageTextToText if described.description.vision is not None else AutoModelForCausalLM
+    auto = AutoModelForSequenceClassification if is_reward else auto
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
     with torch.no_grad():
+        if is_reward:  # whose own `logits` are the last token's
+            return model.score(model.base_model(tokens).last_hidden_state)[0]
         return model(tokens).logits[0]
 
 
