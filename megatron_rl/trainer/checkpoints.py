@@ -66,6 +66,7 @@ class Checkpoints:
         self._saver: Saver | None = None  # from the first save on
         self._due = False  # a save was put off, or is to be done after this step
         self._refused = 0  # saves that were not begun, since the last `metrics`
+        self._refusal: str | None = None  # why the last one was not
 
     def root(self, warm_up: bool) -> Path:
         """The folder of the checkpoints of RL, or of the warm-up before it."""
@@ -293,6 +294,10 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits for what is still being written. Raises CheckpointError: the last of this run's saves failed."""
+        if self._refusal is not None:
+            raise CheckpointError(
+                f"{self._refusal}; so no checkpoint was written; make room, then run the same command"
+            )
         if self._saver is None:
             return
         with self.timer.untimed("checkpoint", "finishing the checkpoint"):
@@ -323,16 +328,15 @@ class Checkpoints:
 
     def _take(self, warm_up: bool) -> Snapshot | None:
         self._due = False
-        if self._reference.is_due:
-            error = self._reference.save()
-            if error is not None:
-                if self.config.checkpoint.on_failure == "stop":
-                    raise CheckpointError(error)
-                self._report.warn(
-                    f"{error}; without it no checkpoint can be continued, so none is written; training goes on"
-                )
-                self._refused += 1
-                return None
+        self._refusal = self._reference.save() if self._reference.is_due else None
+        if self._refusal is not None:
+            if self.config.checkpoint.on_failure == "stop":
+                raise CheckpointError(self._refusal)
+            self._report.warn(
+                f"{self._refusal}; without it no checkpoint can be continued, so none is written; training goes on"
+            )
+            self._refused += 1
+            return None
         with self.timer.untimed("checkpoint", "saving a checkpoint"):
             return self._saver_of(warm_up).take(self._learner.actor.chunks, self._learner.actor.optimizer)
 

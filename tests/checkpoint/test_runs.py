@@ -16,6 +16,9 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config.schema import Config
+from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer import adapter_facts as adapters
 from megatron_rl.trainer.adapter_facts import AdapterFacts
 from megatron_rl.trainer.checkpoints import Checkpoints
@@ -274,6 +277,21 @@ def test_another_reference_policy_than_the_checkpoints_is_refused(tmp_path: Path
     ):
         with pytest.raises(CheckpointError, match=said):
             ReferenceFolder(tmp_path, actor, tmp_path).load(checkpoint, digests)
+
+
+def test_a_run_that_never_could_write_its_reference_policy_ends_with_an_error(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    learner: Any = SimpleNamespace(actor=None)
+    report: Any = SimpleNamespace(warn=warnings.append)
+    checkpoints = Checkpoints(Config(str(tmp_path)), tmp_path, ALONE, tmp_path, learner, report, StepTimer())
+    checkpoints._reference = SimpleNamespace(is_due=True, save=lambda: "no room for it")  # type: ignore[assignment]
+    checkpoints.save(State(step=1))
+    assert warnings == [
+        "no room for it; without it no checkpoint can be continued, so none is written; training goes on"
+    ]
+    assert checkpoints.metrics() == {"checkpoint/failed": 1.0}
+    with pytest.raises(CheckpointError, match="no room for it; so no checkpoint was written; make room"):
+        checkpoints.finish()
 
 
 # ------------------------------------------------------------------------------------------------------- another model
