@@ -46,7 +46,7 @@ Explain your decision in a few sentences, then end with exactly one of these lab
 
 
 def read_verdict(text: str) -> int | None:
-    """How much better A is, -2 to 2, of the one label in a judgment's conclusion; None without one, or with different ones."""
+    """How much better A is, -2 to 2, of the one label in a judgment's conclusion; None without one, or with several."""
     labels = set(_LABEL.findall(conclusion(text)))
     return VERDICTS.get(labels.pop()) if len(labels) == 1 else None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,7 +91,7 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
         returned = list(score) if isinstance(score, Mapping) else repr(score)
         raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, but it declares {declared}")
     for column, value in named.items():
-        if not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
+        if not _is_finite(value):
             said = show(value) if isinstance(value, int) else repr(value)  # Python writes out no number of 5,000 digits
             raise RewardError(f"the reward {column!r} is {said} on sample {sample_id}, not a finite number")
         low, high = reward.bounds
@@ -100,6 +100,13 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
                 f"the reward {column!r} is {value!r} on sample {sample_id}, outside its bounds [{low:g}, {high:g}]"
             )
     return {column: float(value) for column, value in named.items()}
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float holds."""
+    with contextlib.suppress(OverflowError):
+        return isinstance(value, Real) and math.isfinite(value)
+    return False
 
 
 def token_scores(name: str, reward: Reward, score: Score, tokens: int, sample_id: str) -> np.ndarray:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rl.base.typed_params import Params, check_params
-from megatron_rl.config.schema import TaskConfig
 from megatron_rl.tasks.row_mapping import Item
 
 COLOURS = {"r": (200, 40, 40), "g": (40, 160, 60), "b": (50, 80, 210), "y": (230, 200, 40), "k": (20, 20, 20)}
@@ -36,28 +33,16 @@ class BarsParams:
     aligned: bool = True  # every bar begins at the left; false: anywhere in its row
     blank: bool = False  # leave the bars out: what can be answered without seeing
 
-
-def bars_params(params: Params) -> BarsParams:
-    """ValueError on an unknown parameter (naming the nearest), or one out of range."""
-    check_params(BarsParams, params, "bars")
-    made = BarsParams(**params)
-    if not made.min_terms <= made.max_terms <= made.bars:
-        raise ValueError(
-            f"min_terms, max_terms and bars are {made.min_terms}, {made.max_terms} and {made.bars}: each must be at most the "
-            "next"
-        )
-    return made
+    def __post_init__(self) -> None:
+        if not self.min_terms <= self.max_terms <= self.bars:
+            raise ValueError(
+                f"min_terms, max_terms and bars are {self.min_terms}, {self.max_terms} and {self.bars}: each must be at "
+                "most the next"
+            )
 
 
-def bars_items(config: TaskConfig) -> Iterator[Item]:
-    """Item i is a function of params, seed and i. `metadata` is chain_sum's, with `expression` (`3 + 5 - 2`)."""
-    params = bars_params(config.params)
-    assert config.size is not None
-    for index in range(config.size):
-        yield _item(params, random.Random(f"bars, seed {config.seed}, item {index}"))
-
-
-def _item(params: BarsParams, rng: random.Random) -> Item:
+def make_item(params: BarsParams, rng: random.Random) -> Item:
+    """`metadata` is chain_sum's, with `expression` (`3 + 5 - 2`)."""
     names = list(COLOURS)[: params.bars]
     if params.shuffled:
         rng.shuffle(names)

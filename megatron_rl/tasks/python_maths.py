@@ -10,13 +10,10 @@ The agent `tools` makes the call, by its environment `python` (`megatron_rl.agen
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.base.typed_params import Params, check_params
-from megatron_rl.config.schema import TaskConfig
 from megatron_rl.tasks.row_mapping import Item
-from megatron_rl.tasks.tool_world import function_schema
+from megatron_rl.tasks.tool_world import check_ranges, function_schema
 
 TOOL = "python"
 _OPERATORS = {"times": "*", "plus": "+", "minus": "-", "mod": "%"}
@@ -40,36 +37,18 @@ class MathsParams:
     digits: int = 2
 
     def __post_init__(self) -> None:
-        for name, low, high in (
+        check_ranges(
+            self,
             ("min_names", 0, len(_NAMES)),
             ("max_names", self.min_names, len(_NAMES)),
             ("min_terms", 2, 6),
             ("max_terms", self.min_terms, 6),
             ("digits", 1, 6),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
-
-
-def maths_params(params: Params) -> MathsParams:
-    """ValueError on an unknown parameter (naming the nearest) or one out of range."""
-    check_params(MathsParams, params, "python_maths")
-    return MathsParams(**params)
-
-
-def python_maths_items(config: TaskConfig) -> Iterator[Item]:
-    """Item i is a function of params, seed and i.
-
-    `answer` is the number as text, `tool_calls` is the one call that finds it, and the prompt's tools are that of Python.
-    """
-    params = maths_params(config.params)
-    assert config.size is not None
-    for index in range(config.size):
-        yield make_item(params, random.Random(f"python_maths, seed {config.seed}, item {index}"))
+        )
 
 
 def make_item(params: MathsParams, rng: random.Random) -> Item:
+    """`answer` is the number as text, `tool_calls` the one call that finds it, and the prompt's tools are that of Python."""
     values: dict[str, int] = {}
     sentences, code = list[str](), list[str]()
     for name in _NAMES[: rng.randint(params.min_names, params.max_names)]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_rl.base.messages import errors_named
-from megatron_rl.base.typed_params import Params
+from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
-from megatron_rl.tasks import reset_step
-from megatron_rl.tasks.bar_charts import bars_items, bars_params
-from megatron_rl.tasks.python_maths import maths_params, python_maths_items
+from megatron_rl.tasks import bar_charts, python_maths, reset_step, tool_house, tool_world
 from megatron_rl.tasks.row_mapping import Item, file_items
 from megatron_rl.tasks.rows import huggingface_rows, jsonl_rows, own_rows, parquet_rows
-from megatron_rl.tasks.tool_house import house_params, tool_house_items
-from megatron_rl.tasks.tool_world import tool_world_items, world_params
 
 SPLIT = "split"  # the source that draws prompts from a train task
 
@@ -61,15 +58,31 @@ class Source:
         return "params" in self.keys
 
 
+def generator[P](name: str, kind: type[P], make_item: Callable[[P, random.Random], Item]) -> Source:
+    """A source whose item i is a function of params, seed and i. `kind`: the dataclass of its parameters."""
+
+    def check(params: Params) -> P:
+        check_params(kind, params, name)
+        return kind(**params)
+
+    def items(config: TaskConfig) -> Iterator[Item]:
+        params = check(config.params)
+        assert config.size is not None
+        for index in range(config.size):
+            yield make_item(params, random.Random(f"{name}, seed {config.seed}, item {index}"))
+
+    return Source(items, _GENERATED, check)
+
+
 _GENERATED, _FILES = frozenset({"params", "seed"}), frozenset({"path", "columns"})
 OWN = Source(file_items(own_rows, arrow=False), _GENERATED | {"columns"})  # a generator of the user's
 SOURCES: dict[str, Source] = {
     "reasoning_gym": Source(reasoning_gym_items, _GENERATED | {"name"}),
-    "tool_world": Source(tool_world_items, _GENERATED, world_params),
-    "tool_house": Source(tool_house_items, _GENERATED, house_params),
+    "tool_world": generator("tool_world", tool_world.WorldParams, tool_world.make_item),
+    "tool_house": generator("tool_house", tool_house.HouseParams, tool_house.make_item),
     "gymnasium": Source(reset_step.prompts, _GENERATED, reset_step.environment_params),
-    "python_maths": Source(python_maths_items, _GENERATED, maths_params),
-    "bars": Source(bars_items, _GENERATED, bars_params),
+    "python_maths": generator("python_maths", python_maths.MathsParams, python_maths.make_item),
+    "bars": generator("bars", bar_charts.BarsParams, bar_charts.make_item),
     "jsonl": Source(file_items(jsonl_rows, arrow=False), _FILES),
     "parquet": Source(file_items(parquet_rows, arrow=True), _FILES),
     "huggingface": Source(file_items(huggingface_rows, arrow=True), _FILES | {"subset", "split", "revision"}),

@@ -14,16 +14,14 @@ does not pay. `ToolHouse` is the environment; an agent that runs tools calls it 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.keys import Share
-from megatron_rl.config.schema import TaskConfig
 from megatron_rl.data.sample import Call, Message
 from megatron_rl.tasks.row_mapping import Item
-from megatron_rl.tasks.tool_world import function_schema
+from megatron_rl.tasks.tool_world import check_ranges, function_schema
 
 ROOMS = ("kitchen", "hall", "attic", "cellar", "study", "bath")
 PEOPLE = ("ann", "bob", "eve", "ida", "tom", "max")
@@ -59,35 +57,12 @@ class HouseParams:
     digits: int = 2
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("min_friends", 0, 3),
-            ("max_friends", self.min_friends, 3),
-            ("digits", 1, 6),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
-
-
-def house_params(params: Params) -> HouseParams:
-    """ValueError on an unknown parameter (naming the nearest) or one out of range."""
-    check_params(HouseParams, params, "tool_house")
-    return HouseParams(**params)
-
-
-def tool_house_items(config: TaskConfig) -> Iterator[Item]:
-    """Item i is a function of params, seed and i.
-
-    `answer` is the text of the last turn, `tool_calls` are the calls before it in order, and `metadata.house` has what the
-    tools know.
-    """
-    params = house_params(config.params)
-    assert config.size is not None
-    for index in range(config.size):
-        yield make_item(params, random.Random(f"tool_house, seed {config.seed}, item {index}"))
+        check_ranges(self, ("min_friends", 0, 3), ("max_friends", self.min_friends, 3), ("digits", 1, 6))
 
 
 def make_item(params: HouseParams, rng: random.Random) -> Item:
+    """`answer` is the text of the last turn, `tool_calls` are the calls before it in order, and `metadata.house` has what the
+    tools know."""
     codes = rng.sample(range(10 ** (params.digits - 1), 10**params.digits), len(ROOMS))
     circle = rng.sample(PEOPLE, len(PEOPLE))  # of friends: a friend's friend is never the one who was asked about
     house: dict[str, dict[str, object]] = {

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import Field
-
-from megatron_rl.base.typed_params import Params, check_params
-from megatron_rl.config.schema import TaskConfig
+from megatron_rl.config.keys import Share
 from megatron_rl.data.sample import Call
 from megatron_rl.tasks.row_mapping import Item
 
@@ -82,46 +78,36 @@ class WorldParams:
     max_calls: int = 2
     min_terms: int = 1
     max_terms: int = 3
-    plain: Annotated[float, Field(ge=0, le=1)] = 0.1
+    plain: Share = 0.1
 
     def __post_init__(self) -> None:
-        for name, low, high in (
+        check_ranges(
+            self,
             ("tools", 1, len(TOOLS)),
             ("parameters", 1, 2),
             ("min_calls", 1, self.tools),
             ("max_calls", self.min_calls, self.tools),
             ("min_terms", 1, 9),
             ("max_terms", self.min_terms, 9),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
+        )
         if self.plain and self.tools == len(TOOLS):
             raise ValueError(
                 f"plain = {self.plain}: with all {len(TOOLS)} tools listed none is missing; set plain to 0"
             )
 
 
-def world_params(params: Params) -> WorldParams:
-    """ValueError on an unknown parameter (naming the nearest) or one out of range."""
-    check_params(WorldParams, params, "tool_world")
-    return WorldParams(**params)
-
-
-def tool_world_items(config: TaskConfig) -> Iterator[Item]:
-    """Item i is a function of params, seed and i.
-
-    The prompt is the request alone. `metadata` has what a template can put around it: `names` (`timer lamp`) and
-    `signatures` (`timer(minutes:int) ...`); and `rationale`, the working that leads to the calls. `tools` are the
-    listed tools as JSON schemas, for a chat template.
-    """
-    params = world_params(config.params)
-    assert config.size is not None
-    for index in range(config.size):
-        yield make_item(params, random.Random(f"tool_world, seed {config.seed}, item {index}"))
+def check_ranges(params: object, *ranges: tuple[str, int, int]) -> None:
+    """ValueError where a generator's parameter is outside its range: its name, the least and the greatest value."""
+    for name, low, high in ranges:
+        value = getattr(params, name)
+        if not low <= value <= high:
+            raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
 
 
 def make_item(params: WorldParams, rng: random.Random) -> Item:
+    """The prompt is the request alone. `metadata` has what a template can put around it: `names` (`timer lamp`) and
+    `signatures` (`timer(minutes:int) ...`); and `rationale`, the working that leads to the calls. `tools` are the
+    listed tools as JSON schemas, for a chat template."""
     listed = rng.sample(TOOLS, params.tools)
     if rng.random() < params.plain:
         wanted = rng.choice([tool for tool in TOOLS if tool not in listed])

@@ -14,11 +14,11 @@ from megatron_rl.agents.environments import environment_maker
 from megatron_rl.agents.failures import InfrastructureFailed
 from megatron_rl.agents.python_tool import PythonTool
 from megatron_rl.config import load_recipe
-from megatron_rl.config.schema import TaskConfig
+from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.rewards.sandbox import SandboxError
+from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.loading import load_task
-from megatron_rl.tasks.python_maths import MathsParams, maths_params
 from megatron_rl.tasks.sources import items_of
 from megatron_rl.weights.create import write_tokenizer
 from tests.agents.test_tool_loop import conversed, scripts
@@ -165,8 +165,7 @@ def test_a_problem_s_words_are_its_program() -> None:
 @pytest.mark.parametrize("params", [{"digits": 0}, {"max_names": 0}, {"max_terms": 1}, {"min_name": 1}])
 def test_params_out_of_range_are_refused(params: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(params))):
-        maths_params(params)
-    assert MathsParams() == maths_params({})
+        check_tasks(TasksConfig(train={"t": TaskConfig(source="python_maths", size=1, params=params)}))
 
 
 def test_the_writer_is_for_its_source() -> None:

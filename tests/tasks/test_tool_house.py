@@ -13,11 +13,12 @@ from megatron_rl.rewards.tool_parsers import hermes_calls
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.row_mapping import Item
-from megatron_rl.tasks.tool_house import ToolHouse, tool_house_items
+from megatron_rl.tasks.sources import items_of
+from megatron_rl.tasks.tool_house import ToolHouse
 
 
 def items(size: int = 200, **params: Any) -> list[Item]:
-    return list(tool_house_items(TaskConfig(source="tool_house", size=size, params=params)))
+    return list(items_of(TaskConfig(source="tool_house", size=size, params=params)))
 
 
 def task_of(item: Item) -> dict[str, Any]:

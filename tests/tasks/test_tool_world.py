@@ -13,13 +13,14 @@ from megatron_rl.rewards import make_reward
 from megatron_rl.tasks import check_tasks, load_task
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.row_mapping import Item
-from megatron_rl.tasks.tool_world import TOOLS, tool_world_items
+from megatron_rl.tasks.sources import items_of
+from megatron_rl.tasks.tool_world import TOOLS
 
 BY_NAME = {tool.name: tool for tool in TOOLS}
 
 
 def items(size: int = 200, seed: int = 1, **params: Any) -> list[Item]:
-    return list(tool_world_items(TaskConfig(source="tool_world", size=size, seed=seed, params=params)))
+    return list(items_of(TaskConfig(source="tool_world", size=size, seed=seed, params=params)))
 
 
 def sample(item: Item) -> dict[str, Any]:
