@@ -168,7 +168,7 @@ def _of(call: Mapping[str, Any]) -> dict[str, object]:
 
 
 def conclusion(reply: str) -> str:
-    """What a judge says behind its reasoning, which ends with the last `</think>`; nothing where that was cut off."""
+    """The text behind a judge's reasoning, which ends with the last `</think>`; empty where that was cut off."""
     _, ended, said = reply.rpartition("</think>")
     return said if ended or "<think>" not in reply else ""
 

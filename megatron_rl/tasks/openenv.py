@@ -74,10 +74,10 @@ class Served:
         if not isinstance(message.data, str):
             raise ConnectionError(f"{self._url} closed the connection (code {self._socket.close_code})")
         said: Any = load_json(message.data)
-        told = said.get("data") if isinstance(said, dict) else None
-        if not isinstance(told, dict) or said.get("type") != "observation" or "observation" not in told:
-            raise ValueError(f"{self._url} answered: {_problem(told) or message.data:.500}")
-        observation, reward = told["observation"], told.get("reward") or 0.0
+        payload = said.get("data") if isinstance(said, dict) else None
+        if not isinstance(payload, dict) or said.get("type") != "observation" or "observation" not in payload:
+            raise ValueError(f"{self._url} answered: {_problem(payload) or message.data:.500}")
+        observation, reward = payload["observation"], payload.get("reward") or 0.0
         if self._observation is not None:
             fields = observation if isinstance(observation, dict) else {}
             if self._observation not in fields:
@@ -86,11 +86,11 @@ class Served:
             observation = fields[self._observation]
         text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
         with errors_named(f"a step's reward is {reward!r:.80}", TypeError, ValueError, OverflowError):
-            return Step(text, float(reward), bool(told.get("done")))
+            return Step(text, float(reward), bool(payload.get("done")))
 
 
-def _problem(told: object) -> str | None:
+def _problem(payload: object) -> str | None:
     """The server's words in an error, with what was wrong with an action; None in anything else."""
-    if not isinstance(told, dict) or "message" not in told:
+    if not isinstance(payload, dict) or "message" not in payload:
         return None
-    return f"{told['message']} {json.dumps(told['errors']) if 'errors' in told else ''}".strip()
+    return f"{payload['message']} {json.dumps(payload['errors']) if 'errors' in payload else ''}".strip()

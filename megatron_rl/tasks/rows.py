@@ -119,7 +119,7 @@ def own_rows(config: TaskConfig) -> Rows:
 
 
 def _yielded(source: str, generator: Callable[..., Iterable[object]], arguments: Params) -> Iterator[object]:
-    """What a user's generator yields. ValueError where it raises, naming its line."""
+    """The rows of a user's generator. ValueError where it raises, naming its line."""
     try:
         yield from generator(**arguments)
     except Exception as error:  # a user's code: whatever it raises
