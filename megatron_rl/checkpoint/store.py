@@ -29,6 +29,7 @@ from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_ste
 _STEP = re.compile(r"step_(\d+)")
 # What a group of parameters takes from a checkpoint. Its options are the recipe's, and each Adam has some that others lack.
 _LOADED = ("params", "step")
+_STATE = "state.json"
 _SHOWN = 3  # damaged or unfitting tensors that a message names
 
 
@@ -237,7 +238,10 @@ def _with_groups(loaded: State, requested: State, step: float) -> State:
 
 
 def read_state(folder: Path) -> SavedState:
-    return json.loads((folder / "state.json").read_text())
+    """How far its run was. CheckpointError: it is of no run, as a conversion is."""
+    where = f"{folder} is not a run's checkpoint: its {_STATE} cannot be read"
+    with errors_named(where, OSError, ValueError, as_error=CheckpointError):
+        return json.loads((folder / _STATE).read_text())
 
 
 def choose(root: Path, grid: ProcessGrid, on_skip: Callable[[str], None], identity: str | None = None) -> Path | None:
@@ -257,8 +261,11 @@ def choose(root: Path, grid: ProcessGrid, on_skip: Callable[[str], None], identi
 
 
 def misplaced(folder: Path, identity: str | None) -> list[str]:
-    """Problems of a complete checkpoint in the wrong folder: of another step or another run."""
-    state = read_state(folder)
+    """Problems of a complete checkpoint in the wrong folder: of another step, another run or none."""
+    try:
+        state = read_state(folder)
+    except CheckpointError as error:
+        return [str(error)]
     progress = state["progress"]
     step = progress["warm_up"] if state.get("warm_up") else progress["step"]
     problems = [] if step == step_of(folder) else [f"it is the checkpoint of step {step}"]
@@ -292,8 +299,9 @@ def step_of(folder: Path) -> int:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint with all its files in full length."""
-    return next((folder for folder in all_checkpoints(root) if manifest.missing(folder) is None), None)
+    """The newest checkpoint of a run with all its files in full length."""
+    own = (folder for folder in all_checkpoints(root) if (folder / _STATE).is_file())
+    return next((folder for folder in own if manifest.missing(folder) is None), None)
 
 
 def folder_of(run_dir: Path, warm_up: bool) -> Path:
@@ -344,6 +352,6 @@ def score_of(folder: Path, score: str) -> float | None:
     """An evaluation's number recorded with the checkpoint; None where there was none at its step, or it is no number."""
     try:
         value = read_state(folder).get("scores", {}).get(score)
-    except (OSError, ValueError):
+    except CheckpointError:
         return None
     return None if value is None or math.isnan(value) else value

@@ -74,10 +74,13 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
             "set it to false"
         )
     wanted = targets_of(lora, model)
-    tensors = {module_of(tensor): tensor for rule in _linear(model, lora.experts) for tensor in rule.hf}
-    narrow = [name for name in wanted if lora.rank > min(tensors[name].sizes(model.dims))]
+    smallest: dict[str, tuple[int, ...]] = {}  # dense layers, shared experts and experts have modules of one name
+    for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
+        found = smallest.setdefault(module_of(tensor), tensor.sizes(model.dims))
+        smallest[module_of(tensor)] = min(found, tensor.sizes(model.dims), key=min)
+    narrow = [name for name in wanted if lora.rank > min(smallest[name])]
     for name in narrow:
-        rows, columns = tensors[name].sizes(model.dims)
+        rows, columns = smallest[name]
         others = ", ".join(other for other in wanted if other not in narrow)
         remedy = f", or set actor.lora.targets=[{others}]" if others else ""
         yield (

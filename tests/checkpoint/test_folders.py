@@ -162,6 +162,21 @@ def test_a_warm_up_is_placed_by_its_own_steps(tmp_path: Path) -> None:
         assert store.misplaced(folder, "ours") == problems  # an older one does not say whose it is
 
 
+def test_a_conversion_among_checkpoints_is_none_of_a_run(tmp_path: Path, alone: ProcessGrid) -> None:
+    conversion = made(tmp_path / "step_12")
+    (conversion / "state.json").unlink()
+    manifest.write(conversion, {"kind": "conversion"}, *manifest.read_tensors(conversion))
+    assert store.verify(conversion, alone) == []
+    made(tmp_path / "step_9", 9)
+    said: list[str] = []
+    assert store.choose(tmp_path, alone, said.append) == store.newest(tmp_path) == tmp_path / "step_9"
+    assert len(said) == 1
+    assert said[0].startswith("skipping step_12: ")
+    with pytest.raises(store.CheckpointError, match=r"step_12 is not a run's checkpoint: its state\.json cannot be read"):
+        store.read_state(conversion)
+    assert store.score_of(conversion, "score") is None
+
+
 def test_a_message_names_a_few_problems() -> None:
     assert store.summarize(["a", "b", "c"]) == "a; b; c"
     assert store.summarize(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"

@@ -48,6 +48,16 @@ def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: 
         check(load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides]), machine=Machine(gpus=0))
 
 
+def test_the_smallest_matrix_of_a_name_bounds_the_rank() -> None:
+    """DeepSeek-V3's dense layers, shared experts and experts have matrices of the same names."""
+    config = published_config("DeepSeek-V3")
+    assert config is not None
+    model = model_of({**config, "moe_intermediate_size": 64, "n_shared_experts": 4})
+    assert list(check_lora(LoRAConfig(rank=128, targets=["gate_proj"]), model)) == []
+    [refused] = check_lora(LoRAConfig(rank=128, targets=["gate_proj"], experts=True), model)
+    assert "(128) is larger than the model's gate_proj, 64 x 7168; make it at most 64" in refused
+
+
 def test_gated_delta_layers_have_adapters_and_their_narrow_matrices_may_be_left_out() -> None:
     config = published_config("Qwen3.5-35B-A3B")
     assert config is not None
