@@ -182,7 +182,8 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     """
     optimizer_state = tensors["optimizer"]
     common = unpickle.load_common(folder)["optimizer"]
-    alike = _form(common) == _form(optimizer_state)
+    steps = {float(step) for step in _steps(common)}
+    alike = bool(steps) and _form(common) == _form(optimizer_state)
     key = "optimizer" if alike else "optimizer now"  # Megatron merges what it finds under the same key
     models = {name: value for name, value in tensors.items() if name != "optimizer"}
     loaded = unpickle.load(models | {key: optimizer_state}, folder)
@@ -192,7 +193,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
         megatron_checkpoint.merge_into(state, unpickle.load({"masters": masters}, folder)["masters"])
     if alike:
         return state
-    [step] = {float(step) for step in _steps(common)}
+    [step] = steps or {0.0}  # of none Megatron's plain optimizer says nothing
     return _with_groups(state, optimizer_state, step)
 
 

@@ -172,7 +172,9 @@ def test_a_conversion_among_checkpoints_is_none_of_a_run(tmp_path: Path, alone: 
     assert store.choose(tmp_path, alone, said.append) == store.newest(tmp_path) == tmp_path / "step_9"
     assert len(said) == 1
     assert said[0].startswith("skipping step_12: ")
-    with pytest.raises(store.CheckpointError, match=r"step_12 is not a run's checkpoint: its state\.json cannot be read"):
+    with pytest.raises(
+        store.CheckpointError, match=r"step_12 is not a run's checkpoint: its state\.json cannot be read"
+    ):
         store.read_state(conversion)
     assert store.score_of(conversion, "score") is None
 

@@ -109,6 +109,23 @@ def test_the_steps_of_an_optimizer_are_those_it_has_taken(root: Path, actor: Act
         assert taken == {4.0}
 
 
+@pytest.mark.parametrize(("before", "after"), [*PAIRS, (BF16_PLAIN, BF16_PLAIN)], ids=lambda layout: layout.name)
+def test_a_run_that_was_stopped_before_its_first_update_continues(
+    root: Path, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    for actor in made(root, before):
+        ranks.save(actor, tmp_path / "stopped", 0)
+    for actor in made(root, after):
+        ranks.load(actor, tmp_path / "stopped" / "step_0", 0)
+        assert {float(step) for step in store._steps(actor.optimizer.state_dict())} == {0.0}
+        ranks.learn(actor, 0, groups=2)
+        saver = ranks.save(actor, tmp_path / "continued", 1)
+        assert [outcome.error for outcome in saver.outcomes()] == [None]
+    want, found = contents(root / after.name / STEP), contents(tmp_path / "continued" / STEP)
+    assert want.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+
 def test_the_recipes_numbers_win_over_the_checkpoints(root: Path, actor: Actor) -> None:
     [group, *_] = actor.optimizer.param_groups
     group |= {"betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.3}
