@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.models.family import Family, ModelDescription, Settings
-from megatron_rl.models.grouped_experts import grouped_rules, read_grouped_experts
+from megatron_rl.models.grouped_experts import grouped_rules, with_grouped_experts
 from megatron_rl.models.hf_config import Fields, HFConfig
 from megatron_rl.models.multi_latent import (
     LATENT_ATTENTION,
@@ -57,9 +57,9 @@ def _describe(config: HFConfig) -> ModelDescription:
         "position_embedding_type": "rope",  # of latents: attention has its own
     }
     dims = {"layers": layers, "vocab": vocab, "hidden": hidden, **attention.dims, "ffn": ffn}
-    experts = read_grouped_experts(fields, layers)
+    described = with_grouped_experts(ModelDescription(dims, transformer, model, attention, rope), fields)
     fields.finish()
-    return experts.added_to(ModelDescription(dims, transformer, model, attention, rope))
+    return described
 
 
 def _rules(config: HFConfig) -> tuple[Rule, ...]:

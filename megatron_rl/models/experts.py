@@ -71,6 +71,25 @@ class Experts:
         sizes = {"experts": self.count, "expert_ffn": self.ffn}
         return {**sizes, "shared_ffn": self.shared} if self.shared else sizes
 
+    def softmax_routing(self, normalised: bool = True) -> dict[str, bool | int | str]:
+        """Megatron's fields of layers in which a softmax weighs a token's experts. `normalised`: so that these add up to 1.
+
+        Raises:
+            ValueError: a token goes to more experts than there are.
+        """
+        if self.top_k > self.count:
+            raise ValueError(f"config.json: num_experts_per_tok = {self.top_k}: the model has {self.count} experts")
+        return {
+            "num_moe_experts": self.count,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_router_topk": self.top_k,
+            # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
+            "moe_router_pre_softmax": not normalised,
+            "moe_router_score_function": "softmax",
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+        }
+
     def numbers(self, hidden: int) -> int:
         """Numbers in the matrices of a layer, without the shared ones."""
         return 3 * self.count * self.ffn * hidden

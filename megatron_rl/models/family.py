@@ -16,7 +16,8 @@ from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rope import Rope, read_rope
 from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
 
-Settings = dict[str, bool | int | float | str | list[int] | tuple[int, int]]
+Setting = bool | int | float | str | list[int] | tuple[int, int]
+Settings = dict[str, Setting]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,16 @@ class ModelDescription:
     experts: Experts | None = None
     vision: Vision | None = None
     predictors: int = 0
+
+    def with_experts(self, experts: Experts, settings: Mapping[str, Setting], predictors: int = 0) -> ModelDescription:
+        """The description of a dense decoder with experts in its layers. `settings`: `transformer`'s that say so."""
+        return replace(
+            self,
+            dims={**self.dims, **experts.dims},
+            transformer={**self.transformer, **settings},
+            experts=experts,
+            predictors=predictors,
+        )
 
     @property
     def tied(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.models.attention import ATTENTION, QK_NORMS, QKV_BIAS
 from megatron_rl.models.experts import MOE_NORMS
 from megatron_rl.models.family import NORMS, Family, ModelDescription, describe_decoder
-from megatron_rl.models.grouped_experts import grouped_rules, read_grouped_experts
+from megatron_rl.models.grouped_experts import grouped_rules, with_grouped_experts
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rules import Rule
 
@@ -25,9 +25,9 @@ def _describe(config: HFConfig) -> ModelDescription:
     others |= {name: value for name, value in config.items() if name not in (_BIAS, _NORM)}
     fields = Fields(others, "glm4_moe")
     dense = describe_decoder(fields, qk_norm=qk_norm, qkv_bias=bias, rotary_share=_TURNING)
-    experts = read_grouped_experts(fields, dense.dims["layers"])
+    described = with_grouped_experts(dense, fields)
     fields.finish()
-    return experts.added_to(dense)
+    return described
 
 
 def _rules(config: HFConfig) -> tuple[Rule, ...]:

@@ -64,8 +64,8 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields.only("num_experts", experts)  # transformers' other name of it
     top_k = fields.integer("num_experts_per_tok", fields.get("experts_per_token"))
     fields.only("experts_per_token", top_k)
-    if top_k > experts:
-        raise ValueError(f"config.json: num_experts_per_tok = {top_k}: the model has {experts} experts")
+    mixture = Experts(experts, top_k, expert_ffn, biases=True)
+    routing = mixture.softmax_routing()
     fields.only("swiglu_alpha", _ALPHA)
     fields.only("swiglu_limit", _LIMIT)
     _read_rope(fields, dense)
@@ -76,18 +76,10 @@ def _describe(config: HFConfig) -> ModelDescription:
         "softmax_type": "learnable",
         "window_size": (fields.integer("sliding_window") - 1, 0),  # without the query's own token
         "window_attn_skip_freq": _windows(fields, layers),
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": expert_ffn,
-        "moe_router_topk": top_k,
-        "moe_router_pre_softmax": False,
-        "moe_router_score_function": "softmax",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
+        **routing,
     }
     fields.finish()
-    mixture = Experts(experts, top_k, expert_ffn, biases=True)
-    dims = {**dense.dims, **mixture.dims}
-    return replace(dense, dims=dims, transformer={**dense.transformer, **settings}, experts=mixture)
+    return dense.with_experts(mixture, settings)
 
 
 def _windows(fields: Fields, layers: int) -> list[int]:

@@ -4,7 +4,7 @@ beside the routed ones, and first layers that are dense. No torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_rl.models.experts import MOE, Experts, in_layers
 from megatron_rl.models.family import DENSE_MLP, ModelDescription, Settings, decoder_rules
@@ -50,33 +50,10 @@ def grouped_rules(
     )
 
 
-@dataclass(frozen=True)
-class GroupedExperts:
-    """The experts that config.json describes.
-
-    Attributes:
-        experts: those of each layer that has some.
-        settings: fields of Megatron's configuration.
-        predictors: layers behind the decoder's in the files, which predict further tokens and are not read.
-    """
-
-    experts: Experts
-    settings: Settings
-    predictors: int
-
-    def added_to(self, description: ModelDescription) -> ModelDescription:
-        """The description of a dense decoder with these experts in its layers."""
-        return replace(
-            description,
-            dims={**description.dims, **self.experts.dims},
-            transformer={**description.transformer, **self.settings},
-            experts=self.experts,
-            predictors=self.predictors,
-        )
-
-
-def read_grouped_experts(fields: Fields, layers: int) -> GroupedExperts:
-    """Reads the fields; refuses routing that Megatron-Core computes otherwise than transformers."""
+def with_grouped_experts(decoder: ModelDescription, fields: Fields) -> ModelDescription:
+    """A dense decoder's description with the experts that config.json describes; refuses routing that Megatron-Core computes
+    otherwise than transformers."""
+    layers = decoder.dims["layers"]
     count, top_k = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
     ffn, dense = fields.integer("moe_intermediate_size"), _dense_layers(fields)
     shared, scaling = fields.integer("n_shared_experts") * ffn, fields.number("routed_scaling_factor", 1.0)
@@ -114,4 +91,4 @@ def read_grouped_experts(fields: Fields, layers: int) -> GroupedExperts:
     predictors = fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0))
     if isinstance(predictors, bool) or not isinstance(predictors, int) or predictors < 0:
         raise ValueError(f"config.json: `num_nextn_predict_layers` = {predictors!r}, expected a number of layers")
-    return GroupedExperts(Experts(count, top_k, ffn, shared), settings, predictors)
+    return decoder.with_experts(Experts(count, top_k, ffn, shared), settings, predictors)

@@ -89,28 +89,11 @@ def _describe_moe(config: HFConfig) -> ModelDescription:
         fields.integer("moe_intermediate_size", 512),
         fields.integer("shared_expert_intermediate_size", 512),
     )
-    if experts.top_k > experts.count:
-        raise ValueError(f"config.json: num_experts_per_tok = {experts.top_k}: the model has {experts.count} experts")
+    shared: Settings = {"moe_shared_expert_intermediate_size": experts.shared, "moe_shared_expert_gate": True}
+    described = dense.with_experts(experts, {**experts.softmax_routing(), **shared})
     fields.only("norm_topk_prob", True)
     fields.finish()
-    moe: Settings = {
-        "num_moe_experts": experts.count,
-        "moe_ffn_hidden_size": experts.ffn,
-        "moe_router_topk": experts.top_k,
-        # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
-        "moe_router_pre_softmax": False,
-        "moe_router_score_function": "softmax",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": experts.shared,
-        "moe_shared_expert_gate": True,
-    }
-    return replace(
-        dense,
-        dims={**dense.dims, **experts.dims},
-        transformer={**dense.transformer, **moe},
-        experts=experts,
-    )
+    return described
 
 
 def _rules(config: HFConfig, *feed_forward: Rule) -> tuple[Rule, ...]:

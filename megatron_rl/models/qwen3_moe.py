@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_rl.models import qwen3
 from megatron_rl.models.attention import ATTENTION, QK_NORMS
 from megatron_rl.models.created import Sizes
@@ -11,7 +9,6 @@ from megatron_rl.models.experts import MOE, MOE_NORMS, Experts
 from megatron_rl.models.family import (
     Family,
     ModelDescription,
-    Settings,
     decoder_rules,
     describe_decoder,
     sliding_window,
@@ -40,26 +37,8 @@ def with_experts(dense: ModelDescription, fields: Fields, normalised: bool = Fal
     experts = fields.integer("num_experts", fields.get("num_local_experts"))
     fields.only("num_local_experts", experts)  # transformers' other name of it
     expert_ffn = fields.integer("moe_intermediate_size")
-    top_k = fields.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise ValueError(f"config.json: num_experts_per_tok = {top_k}: the model has {experts} experts")
-    moe: Settings = {
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": expert_ffn,
-        "moe_router_topk": top_k,
-        # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
-        "moe_router_pre_softmax": not fields.flag("norm_topk_prob", normalised),
-        "moe_router_score_function": "softmax",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-    }
-    mixture = Experts(experts, top_k, expert_ffn)
-    return replace(
-        dense,
-        dims={**dense.dims, **mixture.dims},
-        transformer={**dense.transformer, **moe},
-        experts=mixture,
-    )
+    mixture = Experts(experts, fields.integer("num_experts_per_tok"), expert_ffn)
+    return dense.with_experts(mixture, mixture.softmax_routing(fields.flag("norm_topk_prob", normalised)))
 
 
 QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), decoder_rules(MOE_NORMS, ATTENTION, QK_NORMS, MOE), _describe)
