@@ -84,10 +84,9 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
     kinds = by_recipe(runs)
     for run in runs:
         colour = COLOURS[next(i for i, seeds in enumerate(kinds) if run in seeds) % len(COLOURS)]
-        last, model = run.rows[-1], run.recipe.get("model", {})
         what = [
-            f"{_algorithm(run)} on {model.get('path') or 'a model made at start-up'}",
-            f"step {last['step']} of {run.recipe.get('trainer', {}).get('steps')}",
+            f"{_algorithm(run)} on {run.keys.get('model.path') or 'a model made at start-up'}",
+            f"step {run.rows[-1]['step']} of {run.keys.get('trainer.steps')}",
             f"{_duration(sum(row.get('timing_s/step', 0.0) for row in run.rows))} in RL steps",
         ]
         if run.attempts > 1:
@@ -98,12 +97,11 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
 
 def _algorithm(run: RunRecord) -> str:
     """The preset; and the estimator and the surrogate, where they are others than the preset's."""
-    section = run.recipe.get("algorithm") or {}
-    preset = section.get("preset", "")
+    preset = str(run.keys.get("algorithm.preset", ""))
     usual = PRESETS.get(preset, {})
     other = []
     for part in ("estimator", "surrogate"):
-        name, theirs = (section.get(part) or {}).get("name"), usual.get(part)
+        name, theirs = run.keys.get(f"algorithm.{part}.name"), usual.get(part)
         if name is not None and not (isinstance(theirs, dict) and theirs.get("name") == name):
             other.append(f"{part} {name}")
     return f"{', '.join(other)}, else as {preset}," if other else preset

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
 from megatron_rl.base.messages import ConfigError, leaves
-from megatron_rl.report.status import attempts_of, no_run, read_recipe
+from megatron_rl.report.status import attempts_of, no_run, read_recipe, read_rows, steps_of
 from megatron_rl.runtime.disk import json_lines
 
 Row = Mapping[str, float]  # of metrics.jsonl
@@ -58,6 +59,11 @@ class RunRecord:
     def name(self) -> str:
         return self.path.name.encode(errors="backslashreplace").decode()  # file names may be no UTF-8
 
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """The recipe's keys, dotted, and their values."""
+        return dict(leaves(self.recipe))
+
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of the rows that have the metric."""
         found = [(int(row["step"]), row[metric]) for row in self.rows if row.get(metric) is not None]
@@ -75,14 +81,14 @@ class RunRecord:
     def rewards(self, rows: Sequence[RolloutRow]) -> list[float]:
         """Each rollout's reward as `reward/mean` has it: the columns' sum by the recipe's weights. A score that never came
         counts as the mean of the prompt's others, `rows`."""
-        weights = {name: own.get("weight", 1.0) for name, own in (self.recipe.get("rewards") or {}).items()}
         totals = [0.0] * len(rows)
         for column in rows[0]["rewards"] if rows else ():
             known = [value for row in rows if (value := row["rewards"].get(column)) is not None]
             filled = fmean(known) if known else 0.0
+            weight = self.keys.get(f"rewards.{column.partition('.')[0]}.weight", 1.0)
             for i, row in enumerate(rows):
                 value = row["rewards"].get(column)
-                totals[i] += weights.get(column.partition(".")[0], 1.0) * (filled if value is None else value)
+                totals[i] += weight * (filled if value is None else value)
         return totals
 
     def metrics(self) -> list[str]:
@@ -90,7 +96,7 @@ class RunRecord:
 
     def is_complete(self) -> bool:
         """Returns whether the run has taken as many steps as its recipe has."""
-        return bool(self.rows[-1]["step"] >= self.recipe.get("trainer", {}).get("steps", 0))
+        return self.rows[-1]["step"] >= steps_of(self.recipe)
 
     def steps(self) -> list[Row]:
         """Rows of training steps: without the evaluation before the first."""
@@ -106,14 +112,14 @@ def read_run(path: Path) -> RunRecord:
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
     if not recipe_file.is_file():
         raise ConfigError(no_run(path))
-    rows = list(json_lines(metrics_file))
+    rows = read_rows(metrics_file)
     if not rows:
         raise ConfigError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
     return RunRecord(
         path=path,
         recipe=read_recipe(recipe_file),
         rows=rows,
-        sft_rows=list(json_lines(path / "sft" / "metrics.jsonl")),
+        sft_rows=read_rows(path / "sft" / "metrics.jsonl"),
         samples=_read_samples(path / "samples"),
         attempts=len(attempts_of(path)),
     )
@@ -121,8 +127,7 @@ def read_run(path: Path) -> RunRecord:
 
 def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
     """Recipe keys (dotted) whose values are not the same in all runs, with each run's; `run_dir` left out."""
-    flat = [dict(leaves(run.recipe)) for run in runs]
-    table = {key: [one.get(key) for one in flat] for one in flat for key in one if key != "run_dir"}
+    table = {key: [run.keys.get(key) for run in runs] for one in runs for key in one.keys if key != "run_dir"}
     return {
         key: values
         for key, values in table.items()
@@ -162,7 +167,7 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs whose recipes differ in the seed only (and `run_dir`) together, in the order of the first of each."""
     found: dict[str, list[RunRecord]] = {}
     for run in runs:
-        recipe = {key: value for key, value in leaves(run.recipe) if key not in ("seed", "run_dir")}
+        recipe = {key: value for key, value in run.keys.items() if key not in ("seed", "run_dir")}
         found.setdefault(repr(sorted(recipe.items())), []).append(run)
     return list(found.values())
 
@@ -187,7 +192,7 @@ def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
     for step, rows in read.items():
         if not all(map(_is_rollout, rows)):
             raise ConfigError(
-                f"{folder / f'step_{step}.jsonl'} has rows that are no rollouts: a prompt and a response each"
+                f"{folder / f'step_{step}.jsonl'} has rows that are no rollouts: prompt, response, rewards and tokens each"
             )
     return {step: rows for step, rows in read.items() if rows}
 
@@ -196,7 +201,16 @@ def _is_rollout(row: object) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("response"), str):
         return False
     has_prompt = isinstance(row.get("prompt"), str) or _are_messages(row.get("prompt"))
-    return has_prompt and _are_messages(row.get("conversation", []))
+    rewards, images = row.get("rewards"), row.get("images", [])
+    has_numbers = isinstance(rewards, dict) and all(isinstance(one, int | float | None) for one in rewards.values())
+    has_images = isinstance(images, list) and all(isinstance(name, str) for name in images)
+    return (
+        has_prompt
+        and has_numbers
+        and has_images
+        and isinstance(row.get("tokens"), int)
+        and _are_messages(row.get("conversation", []))
+    )
 
 
 def _are_messages(value: object) -> bool:

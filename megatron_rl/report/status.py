@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.base.messages import ConfigError, errors_named
+from megatron_rl.base.messages import ConfigError, errors_named, leaves
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import disk, exit_codes, postmortem, process
@@ -46,6 +46,7 @@ _FIRST = {
     exit_codes.PREFLIGHT: "fix or exclude what pre-flight names",
     exit_codes.OUT_OF_MEMORY: "make the run smaller (docs/out-of-memory.md)",
 }
+_ENVIRONMENT = "environment.json"  # in the attempt's folder, written as it begins (`provenance.write`)
 SUBMITTED, REQUEUED = "submitted", "requeued"  # in the attempt's folder: slurm/submit.sh's line; the requeued job
 # The last of these in a metrics row says how it goes.
 _SHOWN = (
@@ -118,7 +119,8 @@ class RunStatus:
                 f"SILENT: no heartbeat for {_time(self.heartbeat_age or 0)}, {where}, last seen in `{self.phase}`: its "
                 "processes were killed or its nodes are gone"
             )
-        return f"{self.state} with exit code {self.code} ({self.why}), {where}"
+        code = "" if self.code is None else f" with exit code {self.code}"
+        return f"{self.state}{code} ({self.why}), {where}"
 
 
 def no_run(path: Path) -> str:
@@ -141,9 +143,24 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return recipe
 
 
+def steps_of(recipe: Mapping[str, Any]) -> int:
+    """The RL steps of a kept recipe; 0 where it has no such key."""
+    steps = dict(leaves(recipe)).get("trainer.steps")
+    return steps if isinstance(steps, int) else 0
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; none where it is missing. ConfigError where it is something else."""
+    with errors_named(f"{path} cannot be read", OSError, ValueError, as_error=ConfigError):
+        rows = list(disk.json_lines(path))
+        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            raise ValueError("it has rows without a step")
+    return rows
+
+
 def read_status(run_dir: Path) -> RunStatus:
     """Raises:
-    ConfigError: no recipe.yaml there.
+    ConfigError: no recipe.yaml there, or it or the metrics are damaged.
     """
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
@@ -160,7 +177,7 @@ def read_status(run_dir: Path) -> RunStatus:
             status.postmortem = str(folder)
             if (folder / postmortem.REPORT).is_file():
                 status.says = (folder / postmortem.REPORT).read_text(encoding="utf-8").splitlines()
-    _read_metrics(status, run_dir, recipe["trainer"]["steps"])
+    _read_metrics(status, run_dir, steps_of(recipe), _began(attempts[-1][1]) if attempts else 0.0)
     _read_checkpoints(status, run_dir)
     if status.state in ("stopped", "failed", "silent"):
         _read_way_on(status, attempts[-1][1], recipe_file)
@@ -268,7 +285,10 @@ def _read_end(status: RunStatus, attempt: Path) -> None:
     end = attempt / END
     if not end.is_file():
         return
-    code, _, who = end.read_text(encoding="utf-8").strip().partition(" ")
+    code, _, who = end.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+    if not code.isdecimal():
+        status.state, status.why = "failed", f"its launcher could not write how to {end}: is the disk full?"
+        return
     status.code = int(code)
     stopped = status.code in (exit_codes.REQUEUE, 130, 143)
     status.state = "finished" if status.code == 0 else "stopped" if stopped else "failed"
@@ -292,15 +312,22 @@ def _last_words(log: Path) -> list[str]:
 def _command(attempt: Path) -> list[str]:
     """The subcommand that made the attempt; of an evaluation with the checkpoint, which is not in the recipe."""
     try:
-        _, name, *options = json.loads((attempt / "environment.json").read_text(encoding="utf-8"))["command"]
-    except (OSError, ValueError, KeyError):
+        _, name, *options = json.loads((attempt / _ENVIRONMENT).read_text(encoding="utf-8"))["command"]
+        checkpoint = options[options.index("--resume") + 1] if "--resume" in options else "never"
+    except (OSError, ValueError, LookupError, TypeError):
         return ["train"]
-    checkpoint = options[options.index("--resume") + 1] if "--resume" in options else "never"
     return [name, "--model", checkpoint] if name == "evaluate" and checkpoint != "never" else [name]
 
 
-def _read_metrics(status: RunStatus, run_dir: Path, steps: int) -> None:
-    rows = list(disk.json_lines(run_dir / "metrics.jsonl"))
+def _began(attempt: Path) -> float:
+    """When an attempt began; 0 where that is not known."""
+    written = attempt / _ENVIRONMENT
+    return written.stat().st_mtime if written.is_file() else 0.0
+
+
+def _read_metrics(status: RunStatus, run_dir: Path, steps: int, since: float) -> None:
+    """`since`: when the attempt began; the time between two attempts is no step's."""
+    rows = read_rows(run_dir / "metrics.jsonl")
     if not rows:
         return
     last = rows[-1]
@@ -315,8 +342,8 @@ def _read_metrics(status: RunStatus, run_dir: Path, steps: int) -> None:
         status.step = max(last["step"], 0)
         status.steps = status.steps or steps
     if times and status.stage != "SFT":
-        recent = [row["time"] for row in rows[-20:]]
-        whole = (recent[-1] - recent[0]) / max(1, len(recent) - 1)  # with evaluations and saves
+        recent = [row["time"] for row in rows[-20:] if row.get("time", 0.0) > since]
+        whole = (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else 0.0  # with evaluations and saves
         status.seconds_per_step = max(sum(times) / len(times), whole)
         status.eta_seconds = status.seconds_per_step * max(0, status.steps - last["step"])
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.report.html import script_data
 from megatron_rl.report.run_record import RolloutRow, RunRecord, by_prompt
+from megatron_rl.runtime.arrays import read_arrays
 
 STYLE = """
 #viewer .bar { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; margin: .6rem 0 }
@@ -180,22 +182,26 @@ def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapp
     file = run / "rollouts" / f"step_{step}.npz"
     if not file.is_file() or not any("pieces" in row for row in rows):
         return [{} for _ in rows]
-    with np.load(file, allow_pickle=False) as arrays:
-        prompt_index = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
-        count = arrays["rewards"].shape[1]
+    with errors_named("", as_error=ConfigError):
+        arrays = read_arrays(file, ("samples", "rewards"), "a recorded step")
+        parts = [
+            read_arrays(part, ("rows", "lengths", *_ARRAYS), "a recorded step")
+            for part in sorted(file.with_suffix(".tokens").glob("*.npz"))
+        ]
+    prompt_index = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
+    count = arrays["rewards"].shape[1]
     known: dict[int, dict[str, list[float]]] = {}
-    for part in sorted(file.with_suffix(".tokens").glob("*.npz")):
-        with np.load(part, allow_pickle=False) as arrays:
-            new, old, drawn = (arrays[name] for name in _ARRAYS)
-            weight = arrays.get("gradient_weights")  # runs of older versions have none
-            ends = np.cumsum(arrays["lengths"])
-            for row, begin, end in zip(arrays["rows"].tolist(), ends - arrays["lengths"], ends, strict=True):
-                known[row] = {
-                    "difference": np.round(old[begin:end] - drawn[begin:end], 6).tolist(),
-                    "ratio": np.round(np.exp(new[begin:end] - old[begin:end]), 6).tolist(),
-                }
-                if weight is not None:
-                    known[row]["weight"] = [float(f"{one:.4g}") for one in weight[begin:end]]
+    for part in parts:
+        new, old, drawn = (part[name] for name in _ARRAYS)
+        weight = part.get("gradient_weights")  # runs of older versions have none
+        ends = np.cumsum(part["lengths"])
+        for row, begin, end in zip(part["rows"].tolist(), ends - part["lengths"], ends, strict=True):
+            known[row] = {
+                "difference": np.round(old[begin:end] - drawn[begin:end], 6).tolist(),
+                "ratio": np.round(np.exp(new[begin:end] - old[begin:end]), 6).tolist(),
+            }
+            if weight is not None:
+                known[row]["weight"] = [float(f"{one:.4g}") for one in weight[begin:end]]
     found = [known.get(prompt_index.get(row.get("sample", ""), -1) * count + row.get("rollout", 0), {}) for row in rows]
     return [
         values if len(row.get("pieces", ())) == len(values.get("ratio", ())) else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch
 from megatron_rl.algorithms import StepAdvantages
 from megatron_rl.data.rewards import RewardTable, TurnRewards
 from megatron_rl.data.rollout import Rollouts
+from megatron_rl.runtime.arrays import read_arrays
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
@@ -146,18 +147,12 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     os.replace(temporary, path)
 
 
-def _load(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as stored:
-        if missing := set(wanted) - set(stored.files):
-            raise ValueError(f"{path} is not a recorded step: it lacks {', '.join(sorted(missing))}")
-        return {name: stored[name] for name in stored.files}
-
-
 def read_step(path: str | Path) -> RecordedStep:
-    """Reads a step, rollouts in the order of their rows. ValueError if the file is something else."""
+    """Reads a step, rollouts in the order of their rows. ValueError if a file of it is something else, or damaged."""
     path = Path(path)
-    arrays = _load(path, ("rewards", "names", "parts"))
-    parts = [_load(_part(path, i), ("rows", "lengths", *TOKEN_ARRAYS)) for i in range(int(arrays["parts"]))]
+    arrays = read_arrays(path, ("rewards", "names", "parts"), "a recorded step")
+    of_part = ("rows", "lengths", *TOKEN_ARRAYS)
+    parts = [read_arrays(_part(path, i), of_part, "a recorded step") for i in range(int(arrays["parts"]))]
     tokens: dict[int, dict[str, np.ndarray]] = {}
     for part in parts:
         ends = np.cumsum(part["lengths"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.cli import main
 from megatron_rl.report import status as run_status
 from megatron_rl.report.status import SILENT_SECONDS, read_status
@@ -69,6 +70,35 @@ def test_a_running_run_says_where_it_is_and_how_long_it_takes(run_dir: Path) -> 
     assert status.evaluation == {"eval/sums/avg@1": 0.25}
     assert status.continue_with is None
     assert "running, RL step 4 of 10, in `update` for 0 s; 30.0 s per step, 3 min 0 s to go" in status.text()
+
+
+def test_the_time_between_two_attempts_is_no_step_s(run_dir: Path) -> None:
+    attempt, now = new_attempt(run_dir), time.time()
+    (attempt / "environment.json").write_text("{}")
+    os.utime(attempt / "environment.json", (now - 100, now - 100))
+    beating(attempt)
+    rows = [{"step": n, "time": now - 36000 + 30 * n, "timing_s/step": 20.0} for n in range(1, 3)]
+    rows += [{"step": n, "time": now - 120 + 30 * n, "timing_s/step": 20.0} for n in range(3, 5)]
+    metrics(run_dir, rows)
+    assert read_status(run_dir).seconds_per_step == pytest.approx(30.0)
+    metrics(run_dir, rows[:3])
+    assert read_status(run_dir).seconds_per_step == 20.0, "of one step nothing else is known yet"
+
+
+@pytest.mark.parametrize("end", ["", "1", "x"])
+@pytest.mark.parametrize("environment", ["[]", "{}", '{"command": null}', '{"command": ["m", "evaluate", "--resume"]}'])
+def test_what_a_full_disk_has_cut_short_ends_no_status(run_dir: Path, end: str, environment: str) -> None:
+    attempt = new_attempt(run_dir)
+    (attempt / "end").write_text(end)
+    (attempt / "environment.json").write_text(environment)
+    (run_dir / "recipe.yaml").write_text("seed: 0\n")
+    status = read_status(run_dir)
+    assert status.state == "failed"
+    assert status.continue_with is not None
+    assert ("its launcher could not write how" in status.text()) == (end != "1")
+    (run_dir / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(ConfigError, match="rows without a step"):
+        read_status(run_dir)
 
 
 def test_a_rank_without_a_heartbeat_is_named(run_dir: Path) -> None:

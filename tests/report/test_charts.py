@@ -96,6 +96,11 @@ def test_partial_rollouts_show_how_old_their_tokens_are(tmp_path: Path) -> None:
         (0.75, 1),
     ]
     assert "How old trained tokens are" in render([run])
+    for row in rows[-5:]:  # resumed with a larger rollout.partial.max_staleness
+        row["rollouts/staleness_11"] = 0.25
+    drawing = draw_staleness(read_run(write_run(tmp_path / "resumed", rows)), "age")
+    assert drawing is not None
+    assert drawing.lines[-1].y[-6:] == [0.0, *[0.25] * 5]
     synchronous = read_run(write_run(tmp_path / "other", healthy()))
     assert draw_staleness(synchronous, "age") is None
     assert "How old trained tokens are" not in render([synchronous])

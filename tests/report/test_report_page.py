@@ -88,6 +88,36 @@ def test_a_folder_that_is_no_run_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("metrics.jsonl", b"[1]\n", "metrics.jsonl cannot be read: it has rows without a step"),
+        ("metrics.jsonl", b'{"time": 1}\n', "metrics.jsonl cannot be read: it has rows without a step"),
+        ("metrics.jsonl", b"\xff", "metrics.jsonl cannot be read: 'utf-8' codec can't decode"),
+        ("samples/step_5.jsonl", b'{"prompt": "p", "response": "r"}\n', "step_5.jsonl has rows that are no rollouts"),
+        ("rollouts/step_5.npz", b"", "step_5.npz cannot be read: No data left in file"),
+        ("rollouts/step_5.npz", b"PK\x03\x04", "step_5.npz cannot be read: File is not a zip file"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(
+    tmp_path: Path, file: str, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / "rollouts").mkdir()
+    row = {"prompt": "p", "response": "r", "rewards": {"right": 1.0}, "tokens": 1, "pieces": ["r"]}
+    (folder / "samples" / "step_5.jsonl").write_text(json.dumps(row))
+    (folder / file).write_bytes(content)
+    assert main(["report", str(folder)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_recipe_whose_sections_are_none_is_shown(tmp_path: Path) -> None:
+    recipe = {"model": None, "trainer": 3, "rewards": {"right": None}, "algorithm": {"preset": ["x"]}}
+    run = read_run(write_run(tmp_path / "run", healthy(), recipe))
+    assert "a model made at start-up; step 20 of None" in render([run])
+    assert run.is_complete()
+
+
 def test_a_handful_of_groups_is_shown_over_the_run(tmp_path: Path) -> None:
     steps = {step: [rollout(f"q{step}", "r", 0.5), rollout(f"p{step}", "r", 0.5)] for step in range(1, 31)}
     steps[1][0] |= {"rewards": {"right": 0.4}}

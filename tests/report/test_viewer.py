@@ -249,6 +249,7 @@ def test_an_open_conversation_is_shown_by_turn_with_the_tokens_of_each(page: Pat
     assert "in the attic" in seen["line"]
 
 
+@needs_browser
 def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(page: Path) -> None:
     script = """
     const boxes = [...document.querySelectorAll(".chart")], named = text => boxes.find(one => one.textContent.includes(text));

@@ -92,6 +92,9 @@ def test_gradient_weights_are_what_the_update_multiplied_with(kl: float, entropy
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "step_1.npz", rewards=np.zeros(3))
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"cut.npz cannot be read: File is not a zip file"):
+        read_step(tmp_path / "cut.npz")
     with pytest.raises(ValueError, match="is not a recorded step: it lacks"):
         read_step(tmp_path / "step_1.npz")
 

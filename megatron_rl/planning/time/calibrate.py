@@ -11,7 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.planning.components import MemoryPlan
 from megatron_rl.planning.time.lengths import Lengths, read_lengths, recorded_files
 from megatron_rl.planning.time.step import REWARD, Predictor
-from megatron_rl.runtime.disk import json_lines
+from megatron_rl.report.status import read_rows
 
 _UNPREDICTED = ("estimate", "switch", "sync_check")
 
@@ -38,7 +38,7 @@ class MeasuredRun:
         """Raises:
         ValueError: the folder has no recipe, no steps or no logs.
         """
-        rows = [row for row in json_lines(folder / "metrics.jsonl") if "timing_s/step" in row]
+        rows = [row for row in read_rows(folder / "metrics.jsonl") if "timing_s/step" in row]
         attempts = sorted((folder / "logs").glob("attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         ranks = [len(list(attempt.glob("rank_*.log"))) for attempt in attempts]
         if not (folder / "recipe.yaml").is_file() or not rows or not any(ranks):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.base.messages import errors_named
+from megatron_rl.runtime.arrays import read_arrays
 
 Tokens = np.ndarray  # int64
 _CELLS = 64
@@ -197,9 +197,7 @@ def recorded_files(run: Path) -> list[Path]:
 
 
 def _read(file: Path) -> Tokens:
-    unreadable = errors_named(f"{file} is no recorded step with `lengths`", OSError, ValueError, KeyError)
-    with unreadable, np.load(file, allow_pickle=False) as arrays:
-        tokens = np.rint(arrays["lengths"]).astype(np.int64)
-    if tokens.ndim != 2 or not tokens.size or tokens.min() < 1:
+    lengths = read_arrays(file, ("lengths",), "a recorded step")["lengths"]
+    if lengths.dtype.kind not in "fiu" or lengths.ndim != 2 or not lengths.size or not lengths.min() >= 1:
         raise ValueError(f"{file}: `lengths` are not the tokens of groups of responses")
-    return tokens
+    return np.rint(lengths).astype(np.int64)
