@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.base.messages import errors_named
+from megatron_rl.base.messages import LARGEST, errors_named
 from megatron_rl.config import Config, ConfigError, check, load_recipe
 from megatron_rl.models import HFConfig, model_of
 from megatron_rl.planning import found_layouts, tables
@@ -44,6 +44,8 @@ def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str],
             raise argparse.ArgumentTypeError(f"{text!r} is no number")
         if any(value < least or (above and value == least) for value in values):
             raise argparse.ArgumentTypeError(f"must {'be above' if above else 'not be below'} {least:g}")
+        if max(values) > LARGEST:
+            raise argparse.ArgumentTypeError(f"must not be above {LARGEST:,}")
         return values
 
     return read
@@ -54,7 +56,7 @@ def _number(least: float, above: bool = True) -> Callable[[str], float]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("must be above 0")
     return int(text)
 
@@ -200,6 +202,7 @@ def run(args: argparse.Namespace) -> int:
                 "it says of the actor: to see that, add any reward, as in rewards.any.reward=length"
             )
         config.launch.processes = None  # the command line says how many there are
+        config.model.path = config.model.path and os.path.expanduser(config.model.path)
         host = None if args.host_memory_gib is None else args.host_memory_gib * GIB / args.gpus_per_node
         cluster = Cluster(parse(args.hardware), args.gpus_per_node, host)
         known, remark = known_config(config, args.model_config)
@@ -302,7 +305,8 @@ def _simulated(
     if generators is not None:
         config = copy.deepcopy(config)
         config.launch.generators = None
-        config = check(config, command="train", machine=cluster.machine(nodes), model=known)
+        with errors_named("--simulate also shows the recipe with launch.generators=null", as_error=ConfigError):
+            config = check(config, command="train", machine=cluster.machine(nodes), model=known)
     plan = cluster.plan(config, predictor.model, nodes)
     share = None if generators is None else generators / plan.world
     what, step = _simulation(args, config, nodes), predictor.of(config, plan)

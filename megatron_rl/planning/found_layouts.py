@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from megatron_rl.config import check, load_recipe
+from megatron_rl.base.messages import errors_named
+from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.load import as_tree, changes
 from megatron_rl.planning.components import PHASES
 from megatron_rl.planning.search import Found, Space, pareto
@@ -43,7 +44,7 @@ def write(file: Path, recipe: str, overrides: Sequence[str], space: Space, best:
     """A recipe that differs from the given one in the layout and in what the command line overrode; it is checked.
 
     Raises:
-        ConfigError: the recipe check refuses it.
+        ConfigError: it cannot be written, or the recipe check refuses it.
     """
     before, fresh = load_recipe(recipe), load_recipe(recipe, overrides)
     launch = replace(fresh.launch, generators=best.config.launch.generators)
@@ -59,8 +60,9 @@ def write(file: Path, recipe: str, overrides: Sequence[str], space: Space, best:
             place = inner
         place[name] = value
     head = f"# Found by `megatron-rl plan --search` for {space.gpus} GPUs: {best.step.total:.0f} s a step, predicted.\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    disk.replace(file, head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    with errors_named(f"--write {file}", OSError, as_error=ConfigError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        disk.replace(file, head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     written = load_recipe(file)
     written.launch.processes = None
     check(written, machine=space.machine, model=space.hf_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def known_config(config: Config, file: Path | None) -> tuple[HFConfig | None, st
     """
     if file is not None:
         return _read(file), ""
-    if config.model.path is None or (folder := Path(config.model.path).expanduser()).exists():
+    if config.model.path is None or (folder := Path(os.path.expanduser(config.model.path))).exists():
         return None, ""
     known = published_config(folder.name)
     if known is None:
@@ -114,8 +115,10 @@ class Responses:
 
     def lengths(self, config: Config) -> Lengths:
         """Raises ValueError: nothing is recorded there, or a mean that cannot be."""
-        limit = config.rollout.max_tokens
-        prompt = config.rollout.max_prompt_tokens / 4 if self.prompt is None else self.prompt
+        limit, longest = config.rollout.max_tokens, config.rollout.max_prompt_tokens
+        prompt = longest / 4 if self.prompt is None else self.prompt
+        if prompt > longest:
+            raise ValueError(f"prompts of {prompt:g} tokens in the mean: rollout.max_prompt_tokens is {longest}")
         if self.recorded is None:
             return Lengths.log_normal(self.mean or limit / 2, limit, spread=self.spread, prompt=prompt)
         return Lengths.recorded(np.concatenate([tokens.ravel() for tokens in self._steps(limit)]), prompt)
@@ -146,7 +149,7 @@ def predictor_of(
     Raises:
         ConfigError: lengths that cannot be, or a folder that is no run's.
     """
-    with errors_named("--response-..., --calibrate", as_error=ConfigError):
+    with errors_named("--response-..., --prompt-tokens, --calibrate", as_error=ConfigError):
         measured = None if run is None else MeasuredRun.read(run)
         share = SimulatedShare(responses.to_draw, signal_share)
         predictor = Predictor(model, cluster.hardware, responses.lengths(config), generation_share=share)
@@ -156,6 +159,8 @@ def predictor_of(
         plan = make_plan(recipe, its_model, measured.gpus, cluster.gpu_bytes)
         scaled = calibrated(replace(predictor, model=its_model), measured, recipe, plan)
         lengths = predictor.lengths if responses.is_given else measured.lengths
+        if responses.prompt is not None:
+            lengths = replace(lengths, prompt=responses.prompt)
         predictor = replace(scaled, model=model, lengths=lengths, drafted_share=measured.drafted_share)
     if drafted_share is not None:
         predictor = replace(predictor, drafted_share=drafted_share)

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.simulated_steps import Mode, SimulatedRun
+from megatron_rl.planning.simulation.simulated_steps import BUILT, SimulatedRun
 from megatron_rl.planning.tables import rate_of, title
 from megatron_rl.planning.time.step import StepTime
 from megatron_rl.report import charts
@@ -145,9 +145,6 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- simulation
-_STANDING: Mapping[Mode, str] = {"synchronous": "without rollout.partial", "partial": "with rollout.partial"}
-
-
 def _simulated(forecast: Forecast) -> Iterator[str]:
     rows, colours = [], _coloured([name for run in forecast.runs.values() for name in run.phases()])
     longest = max(float(run.seconds.mean()) for run in forecast.runs.values())
@@ -155,11 +152,10 @@ def _simulated(forecast: Forecast) -> Iterator[str]:
     for mode, run in forecast.runs.items():
         figures = [run.seconds.mean(), *np.quantile(run.seconds, (0.5, 0.95)), run.tokens_per_s_per_gpu]
         shares = [run.idle(), run.tail_share]
-        product = _STANDING.get(mode, "not in this product")
         rows.append(
             [
                 title(mode, run, forecast.job),
-                product,
+                "" if mode in BUILT else "not in this product",
                 *(f"{value:,.0f}" for value in figures),
                 *(f"{share:.0%}" for share in shares),
             ]

@@ -46,6 +46,15 @@ def test_the_runs_own_times_come_out(run: Path, capsys: pytest.CaptureFixture[st
     assert seconds(capsys, "--nodes", "2", "--calibrate", str(run), "--reward-seconds", "1")["reward"] == 1
 
 
+def test_prompts_may_be_others_than_the_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, longer = (
+        seconds(capsys, "--nodes", "2", "--calibrate", str(run), "--prompt-tokens", tokens)["update"]
+        for tokens in ("100", "1000")
+    )
+    assert own == pytest.approx(TIMES["update"])
+    assert longer > 1.2 * own
+
+
 def test_what_the_run_guessed_is_in_its_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPE, ["rollout.speculation={tokens: 4, below: 100000}"])))
     rows = [json.loads(line) | {"rollouts/drafted_share_below": 0.25} for line in (run / "metrics.jsonl").open()]

@@ -78,6 +78,8 @@ def test_groups_that_are_replaced_and_drafts_are_spoken_of(capsys: pytest.Captur
         (["--judge-seconds", "-1"], "--judge-seconds: must not be below 0"),
         (["--simulated-steps", "0"], "--simulated-steps: must be above 0"),
         (["--mtbf-hours", "nan"], "--mtbf-hours: 'nan' is no number"),
+        (["--mtbf-hours", "1e300"], "--mtbf-hours: must not be above 9,223,372,036,854,775,807"),
+        (["--simulated-steps", "²"], "--simulated-steps: must be above 0"),
         (["--response-tokens", "900,0.6,1"], "--response-tokens: '900,0.6,1' is no number"),
     ],
 )
@@ -109,11 +111,20 @@ def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytes
         (["--write", "x.yaml"], "--write has no effect here: it needs --search"),
         (["--response-tokens", "9", "--response-lengths", "x"], "--response-tokens has no effect here"),
         (["--simulate", "--judge-seconds", "4,0.4"], "--judge-seconds: 0.4 answers under way are too few"),
+        (["--prompt-tokens", "1e9"], "prompts of 1e+09 tokens in the mean: rollout.max_prompt_tokens is"),
+        (["--simulate", "--response-tokens", "1000,40"], "in the mean, spread 40: at most"),
+        (["--hardware", "h100,processors=0.5"], "`processors` must be a whole number, not 0.5"),
+        (["model.path=~nobody-of-this-name/x"], "`model.path`: ~nobody-of-this-name/x does not exist"),
     ],
 )
 def test_options_without_effect(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN[:4], *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_any_number_of_answers_may_be_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--judge-seconds", "4,1e18", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["simulation"]["synchronous"]["phases"]["reward"]["seconds"] > 0
 
 
 def test_lengths_that_are_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def test_steps_and_checkpoints(tmp_path: Path) -> None:
     page = Page(file.read_text("utf-8"))
     for words in ("It fits.", "synchronous", "split, launch.generators", "not in this product", "Young", "Daly"):
         assert words in page.text
+    assert page.text.count("not in this product") == 1, "passes under the tail"
     [decoded], [goodput] = page.charts
     for line in decoded["lines"]:  # none at the end of the second step's generation, all at the first one's start
         assert 0 < max(line["y"]) <= 4 * 8 * 512

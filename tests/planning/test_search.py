@@ -140,6 +140,24 @@ def test_the_best_is_written_as_a_recipe(tmp_path: Path, capsys: pytest.CaptureF
     assert "the file exists" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "found.yaml"
+    quick = ["plan", str(RECIPES / "cpu" / "quickstart.yaml"), "--gpus-per-node", "1", "--search"]
+    assert main([*quick, "--write", str(place)]) == 2
+    assert f"--write {place}: " in capsys.readouterr().err
+
+
+def test_a_model_in_the_home_folder_is_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = published_config("Qwen3-1.7B")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "own" / name).touch()
+    assert main(["plan", str(RECIPES / "scale" / "qwen3-8b.yaml"), "--nodes", "1", "--search", "model.path=~/own"]) == 0
+
+
 def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "scale" / "qwen3-235b-a22b.yaml")
     assert main(["plan", recipe, "--nodes", "1", "--search"]) == 1

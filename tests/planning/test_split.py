@@ -64,6 +64,15 @@ def test_a_simulation_has_the_recipes_own_split_beside_the_other_ways(capsys: py
     assert any(line.startswith("synchronous") for line in lines)
 
 
+def test_a_simulation_names_the_placement_that_it_compares_with(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ("actor.parallel={tensor: 2, pipeline: 3}", "rollout.tensor_parallel=2", "launch.generators=2")
+    arguments = ["plan", "recipes/scale/qwen3-8b.yaml", "--nodes", "1", *ALONE, *layout]
+    assert main(arguments) in (0, 1)
+    assert main([*arguments, "--simulate"]) == 2
+    said = capsys.readouterr().err
+    assert "--simulate also shows the recipe with launch.generators=null: the number of processes (8)" in said
+
+
 def test_a_search_tries_other_splits_and_writes_the_fastest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     search = ("plan", "recipes/scale/qwen3-8b.yaml", "--nodes", "3", "--search", "--json", "launch.generators=8")
     assert main([*search, *ALONE, "--write", str(tmp_path / "found.yaml")]) == 0

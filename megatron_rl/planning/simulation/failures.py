@@ -26,14 +26,16 @@ class Failures:
 
 
 def saves(seconds: np.ndarray, every: int, failures: Failures) -> tuple[np.ndarray, np.ndarray]:
-    """When checkpoints are whole after a start, and the seconds of steps in each, float64 [checkpoints], ascending.
+    """When checkpoints are whole after a start, and the seconds of steps in each, float64 [checkpoints], ascending; up to the
+    first with which `seconds`, of steps that are taken again and again, begin anew.
 
-    `seconds`: of steps one after the other. A save that comes while another is written is put off: none come more often than
-    a write takes.
+    A save that comes while another is written is put off: none come more often than a write takes.
     """
-    every = max(every, math.ceil(failures.write / float(seconds.mean())))
-    held = np.cumsum(seconds)[every - 1 :: every]
-    return held + failures.blocked * np.arange(1, len(held) + 1) + failures.write, held
+    every, count = apart(seconds, every, failures), len(seconds)
+    number = np.arange(1, count // math.gcd(count, every) + 1)
+    rounds, rest = np.divmod(every * number, count)
+    held = rounds * seconds.sum() + np.concatenate([[0.0], seconds.cumsum()])[rest]
+    return held + failures.blocked * number + failures.write, held
 
 
 def goodput(seconds: np.ndarray, every: int, failures: Failures) -> float:
@@ -41,14 +43,15 @@ def goodput(seconds: np.ndarray, every: int, failures: Failures) -> float:
 
     A start runs for an exponential time; what it leaves is what its last whole checkpoint holds (renewal-reward).
     """
-    whole, held = saves(_repeated(seconds, failures), every, failures)
+    whole, held = saves(seconds, every, failures)
     gained = np.diff(held, prepend=0.0) @ np.exp(-whole / failures.between)
-    return float(gained / (failures.between + failures.restart))
+    later = held[-1] + failures.blocked * len(held)  # by so much are the saves whole that follow, round by round
+    return float(gained / -math.expm1(-later / failures.between) / (failures.between + failures.restart))
 
 
-def _repeated(seconds: np.ndarray, failures: Failures) -> np.ndarray:
-    """Steps for as long as a start may last: longer ones have a share of exp(-9)."""
-    return np.resize(seconds, math.ceil(9 * failures.between / float(seconds.mean())) + len(seconds))
+def apart(seconds: np.ndarray, every: int, failures: Failures) -> int:
+    """Steps between saves: at least as many as a write takes."""
+    return max(every, math.ceil(failures.write / float(seconds.mean())))
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class CheckpointInterval:
 def intervals(seconds: np.ndarray, failures: Failures, most: int = 10_000) -> list[CheckpointInterval]:
     """Goodput over intervals from the shortest that the disk keeps up with to several times the best, about 10 to a factor of
     ten."""
-    tried, tested, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[CheckpointInterval](), 0.0
+    tried, tested, best = apart(seconds, 1, failures), list[CheckpointInterval](), 0.0
     while tried <= most or not tested:
         tested.append(CheckpointInterval(tried, goodput(seconds, tried, failures)))
         best = max(best, tested[-1].goodput)

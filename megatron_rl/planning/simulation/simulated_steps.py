@@ -186,7 +186,7 @@ def _waiting(ends: np.ndarray, seconds: float, reward: Latency | None, rng: np.r
     if reward is None:
         return 0.0
     middle = np.log(reward.mean) - reward.spread**2 / 2
-    free: list[float] = [0.0] * reward.at_once
+    free: list[float] = [0.0] * min(reward.at_once, ends.size)
     takes = np.exp(middle + reward.spread * rng.standard_normal(ends.size))
     last = 0.0
     for end, take in zip(np.sort(ends).tolist(), takes.tolist(), strict=True):

@@ -137,4 +137,8 @@ def _number(key: str, value: object) -> float | int:
         number = 0.0
     if not 0 < number < float("inf"):
         raise ConfigError(f"--hardware: `{key}` must be a number above 0, not {value}")
-    return int(number) if key in ("processors", "domain") else number
+    if key not in ("processors", "domain"):
+        return number
+    if number != int(number):
+        raise ConfigError(f"--hardware: `{key}` must be a whole number, not {value}")
+    return int(number)

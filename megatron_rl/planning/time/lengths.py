@@ -16,6 +16,7 @@ from megatron_rl.runtime.arrays import read_arrays
 
 Tokens = np.ndarray  # int64
 _CELLS = 64
+_MOST_SPREAD = 10.0  # of logarithms: lengths that differ by factors of thousands
 BETWEEN = 0.5  # share of the variance that lies between prompts, and not between the responses to one; a guess
 
 
@@ -38,11 +39,12 @@ class Lengths:
         """Logarithms with standard deviation `spread`; longer responses end at `limit`, and `mean` is that of what is left.
 
         Raises:
-            ValueError: the mean is not between 0 and the limit, or the spread not above 0.
+            ValueError: the mean is not between 0 and the limit, or the spread not above 0 or too large.
         """
-        if not 0 < mean < limit or spread <= 0:
+        if not 0 < mean < limit or not 0 < spread <= _MOST_SPREAD:
             raise ValueError(
-                f"responses of {mean:g} tokens in the mean, spread {spread:g}: at most {limit} tokens each"
+                f"responses of {mean:g} tokens in the mean, spread {spread:g}: at most {limit} tokens each, and a spread of "
+                f"{_MOST_SPREAD:g}"
             )
         cell = limit / _CELLS
         low, high = math.log(mean) - spread**2, math.log(limit) + 20 * spread
