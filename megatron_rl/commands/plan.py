@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.base.messages import LARGEST, errors_named
+from megatron_rl.base.messages import errors_named
+from megatron_rl.commands.numbers import number, numbers
 from megatron_rl.config import Config, ConfigError, check, load_recipe
 from megatron_rl.models import HFConfig, model_of
 from megatron_rl.planning import found_layouts, tables
@@ -30,29 +30,6 @@ if TYPE_CHECKING:
 
 _RESTART_MINUTES, _JUDGED_AT_ONCE = 10.0, 256.0
 _SIMULATED_STEPS, _HEADROOM_GIB = 20, 3.0
-
-
-def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str], tuple[float, ...]]:
-    """Reads for argparse up to `most` numbers with commas between, each above `least` (or not below it)."""
-
-    def read(text: str) -> tuple[float, ...]:
-        try:
-            values = tuple(float(word) for word in text.split(","))
-        except ValueError:
-            values = ()
-        if not 1 <= len(values) <= most or not all(map(math.isfinite, values)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number")
-        if any(value < least or (above and value == least) for value in values):
-            raise argparse.ArgumentTypeError(f"must {'be above' if above else 'not be below'} {least:g}")
-        if max(values) > LARGEST:
-            raise argparse.ArgumentTypeError(f"must not be above {LARGEST:,}")
-        return values
-
-    return read
-
-
-def _number(least: float, above: bool = True) -> Callable[[str], float]:
-    return lambda text: _numbers(least, above)(text)[0]
 
 
 def _count(text: str) -> int:
@@ -83,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add(
         "--host-memory-gib",
-        type=_number(0),
+        type=number(0),
         metavar="GIB",
         help="memory of one node, for what is offloaded and the checkpoint's copy (default: not checked)",
     )
@@ -122,27 +99,27 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--response-tokens",
-        type=_numbers(0, most=2),
+        type=numbers(0, most=2),
         metavar="MEAN[,SIGMA]",
         help="SIGMA: standard deviation of the logarithm of a response's length (default: half of rollout.max_tokens, "
         f"{SPREAD:g})",
     )
-    add("--prompt-tokens", type=_number(0), metavar="MEAN", help="default: a quarter of rollout.max_prompt_tokens")
+    add("--prompt-tokens", type=number(0), metavar="MEAN", help="default: a quarter of rollout.max_prompt_tokens")
     add(
         "--reward-seconds",
-        type=_number(0, above=False),
+        type=number(0, above=False),
         metavar="S",
         help="scoring after the last response (default: that of --calibrate, or 0)",
     )
     add(
         "--signal-share",
-        type=_number(0),
+        type=number(0),
         metavar="P",
         help="with algorithm.resample_rounds: of the groups that have a signal (default 1: none is replaced)",
     )
     add(
         "--drafted-share",
-        type=_number(0, above=False),
+        type=number(0, above=False),
         metavar="P",
         help="with rollout.speculation: of the tokens drawn while few enough sequences are left for drafts, those that were "
         "guessed; a run logs rollouts/drafted_share_below (default: that of --calibrate, or 0)",
@@ -162,13 +139,13 @@ def _add_simulation(group: argparse._ArgumentGroup) -> None:
     add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
     add(
         "--judge-seconds",
-        type=_numbers(0, above=False, most=2),
+        type=numbers(0, above=False, most=2),
         metavar="MEAN[,N]",
         help=f"a judge's answer, asked as responses end, and how many are under way (default {_JUDGED_AT_ONCE:g})",
     )
     add(
         "--mtbf-hours",
-        type=_numbers(0, most=2),
+        type=numbers(0, most=2),
         metavar="H[,MINUTES]",
         help=f"mean time between two failures of one node, and until the job runs again (default {_RESTART_MINUTES:g})",
     )
@@ -184,7 +161,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     add("--fp8", action="store_true", help="with --search: FP8 in actor and engine too, where the recipe has bf16")
     add(
         "--headroom-gib",
-        type=_number(0, above=False),
+        type=number(0, above=False),
         metavar="GIB",
         help=f"with --search: free on every GPU (default {_HEADROOM_GIB:g})",
     )

@@ -8,12 +8,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_rl.commands.numbers import number
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.launch.ranks import machine_here
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks
+
+_DAY = 1440  # minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -22,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--quick", action="store_true", help="what `train` checks by itself: no bandwidth")
     parser.add_argument("--json", action="store_true", help="the whole report as JSON")
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="how long the ranks wait for each other (default: 10)"
+        "--minutes",
+        type=number(0, largest=_DAY),
+        default=10.0,
+        help="how long the ranks wait for each other (default: 10)",
     )
 
 

@@ -20,10 +20,11 @@ from megatron_rl.selftest.steps import STEPS, SelfTestStep
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--keep-going", action="store_true", help="go on after a step that fails")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--only", metavar="STEP", nargs="+", choices=[step.name for step in STEPS], help="only these steps"
     )
-    parser.add_argument(
+    which.add_argument(
         "--mismatch", action="store_true", help="only: where engine and actor differ in bf16, operation by operation"
     )
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="default: runs/selftest_<date and time>")

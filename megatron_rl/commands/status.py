@@ -9,15 +9,21 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_rl.commands.numbers import number
 from megatron_rl.report.status import read_status
 from megatron_rl.runtime import exit_codes
+
+_DAY = 86_400  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
-        "--follow", metavar="SECONDS", type=float, help="again every so many seconds, until the run ends"
+        "--follow",
+        metavar="SECONDS",
+        type=number(0, above=False, largest=_DAY),
+        help="again every so many seconds, until the run ends",
     )
 
 

@@ -9,8 +9,7 @@ import yaml
 from rich.console import Console
 
 from megatron_rl.algorithms import list_advantage_estimators, list_surrogates
-from megatron_rl.base.messages import ConfigError, errors_named, unknown_name
-from megatron_rl.base.plugins import read_yaml
+from megatron_rl.base.messages import ConfigError, errors_named, leaves, unknown_name
 from megatron_rl.comparison.summaries import (
     AdvantageSummary,
     Parameters,
@@ -20,6 +19,7 @@ from megatron_rl.comparison.summaries import (
 )
 from megatron_rl.comparison.tables_and_plot import draw, estimator_table, weight_table
 from megatron_rl.methods import ESTIMATOR, SURROGATE, check_method, load_plugins
+from megatron_rl.report.status import read_recipe
 from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
 
 RUN = "run"  # the label of what the run itself did
@@ -46,8 +46,9 @@ def compare(
     Raises:
         ConfigError: there is no such step, method, parameter or file; or the estimator cannot run on this step.
     """
+    named = _plugins(run_dir) if plugins is None else plugins
     try:
-        load_plugins(_plugins(run_dir) if plugins is None else plugins)
+        load_plugins(named)
     except ValueError as error:
         remedy = "" if plugins is not None else "; go to the folder that the run was started in, or name it: --plugins"
         raise ConfigError(f"{error}{remedy}") from None
@@ -68,7 +69,7 @@ def compare(
         ratio=ratio,
         params=method_params,
     )
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     console.width = max(console.width, 125)  # a narrower table would cut names
     n, m, _ = recorded.table.values.shape
     console.print(f"step {number}: {n} prompts x {m} rollouts, rewards {', '.join(recorded.table.names)}")
@@ -79,9 +80,8 @@ def compare(
     if not bool((log_ratio != 0).any()):
         console.print("Every ratio is 1: the run made one update per batch, and all weights are 1.")
     path = plot or run_dir / f"compare_step_{number}.png"
-    with errors_named(
-        f"cannot write {path}", OSError, ValueError, as_error=ConfigError
-    ):  # of an unknown kind of file, too
+    # ValueError: a kind of file that matplotlib does not know.
+    with errors_named(f"cannot write {path}", OSError, ValueError, as_error=ConfigError):
         draw(path, advantages, weights, recorded, per_rollout, number, method_params)
     console.print(f"plot: {path}")
 
@@ -89,8 +89,8 @@ def compare(
 def _plugins(run_dir: Path) -> Sequence[str]:
     """The plug-ins of the run's recipe."""
     path = run_dir / "recipe.yaml"
-    recipe = read_yaml(path) if path.is_file() else {}
-    return (recipe.get("algorithm") or {}).get("plugins") or ()
+    named = dict(leaves(read_recipe(path))).get("algorithm.plugins") if path.is_file() else ()
+    return named if isinstance(named, list) else ()
 
 
 def _unknown(name: str, known: Mapping[str, object]) -> str:
@@ -114,8 +114,8 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
             raise ConfigError(
                 f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[SURROGATE]])}"
             )
-        by_method.setdefault(name, {})[key] = yaml.safe_load(value)
-        with errors_named(f"--params {text}", as_error=ConfigError):
+        with errors_named(f"--params {text}", ValueError, yaml.YAMLError, as_error=ConfigError):
+            by_method.setdefault(name, {})[key] = yaml.safe_load(value)
             check_method(kind, name, by_method[name])
     return by_method
 

@@ -93,7 +93,7 @@ def replay(run_dir: Path, *, step: int | None = None, overrides: Sequence[str] =
     texts = [text for text in texts if valid[text.row]]
     before = {name: numbers[valid, i] for i, name in enumerate(table.names)}
     replayed = _scored(config.rewards, texts, before)
-    _show(replayed, number, Console(soft_wrap=True))
+    _show(replayed, number, Console(soft_wrap=True, markup=False))
     if out is not None:
         with errors_named(f"cannot write {out}", OSError, as_error=ConfigError), disk.text_file(out) as file:
             for i, text in enumerate(texts):
@@ -177,13 +177,13 @@ def _show(replayed: Replayed, step: int, console: Console) -> None:
         table.add_row(column, f"{replayed.weights.get(column, math.nan):g}", *means, *cells)
     console.print(table)
     for name, why in replayed.left.items():
-        console.print(f"{name} is not computed again: {why}", markup=False)
+        console.print(f"{name} is not computed again: {why}")
     shown = [(i, column) for column in replayed.compared for i in np.flatnonzero(replayed.differing(column)).tolist()]
     for i, column in shown[:_SHOWN]:
         text = replayed.texts[i]
         then, now = replayed.before[column][i], replayed.after[column][i]
         tail = text.text[-_TAIL:].replace("\n", "\\n").encode(errors="backslashreplace").decode()  # half a character
-        console.print(f"{text.sample.id}, rollout {text.index}: {column} {then:g} -> {now:g}  …{tail}", markup=False)
+        console.print(f"{text.sample.id}, rollout {text.index}: {column} {then:g} -> {now:g}  …{tail}")
     if len(shown) > _SHOWN:
         console.print(f"and {len(shown) - _SHOWN} more: --out FILE has all")
 

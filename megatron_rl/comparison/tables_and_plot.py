@@ -70,8 +70,10 @@ def draw(
     axes[0, 1].set(xlabel="relative to RLOO", title="proxy of the gradient's relative variance")
     _draw_curves(axes[1, 0], list(weights), params)
     _draw_ratios(axes[1, 1], step, per_rollout)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
+    finally:
+        pyplot.close(figure)
 
 
 def _draw_curves(axis: Any, names: Sequence[str], params: Parameters) -> None:

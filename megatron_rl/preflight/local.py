@@ -102,24 +102,24 @@ def check_data(config: Config) -> Problems:
             yield FAILED, f"{key}.path: {task.path} has no files"
         for path in files:
             try:
-                problem = _first_rows(path)
+                problem = _beginning(path, task.source)
             except (OSError, ValueError) as error:
                 problem = str(error)
             if problem:
                 yield FAILED, f"{key}.path: {path}: {problem}"
 
 
-def _first_rows(path: Path) -> str | None:
-    """The problem with the beginning of a file, if any."""
-    if path.suffix == ".parquet":
-        with path.open("rb") as file:
-            head = file.read(4)
-            file.seek(-4, os.SEEK_END)
-            return None if head == file.read(4) == b"PAR1" else "it is not a whole Parquet file"
-    if path.suffix in (".jsonl", ".json"):
+def _beginning(path: Path, source: str) -> str | None:
+    """The problem with a file's beginning, if any. A dataset's folder has files of other kinds beside its rows: these need only
+    be there to read."""
+    if source == "jsonl" or path.suffix == ".jsonl":
         return None if list(itertools.islice(read_jsonl(path), _ROWS)) else "it is empty"
     with path.open("rb") as file:
-        return None if file.read(1) else "it is empty"
+        head = file.read(4)
+        if source != "parquet" and path.suffix != ".parquet":
+            return None
+        file.seek(max(0, path.stat().st_size - 4))
+        return None if head == file.read(4) == b"PAR1" else "it is not a whole Parquet file"
 
 
 def _file_tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
@@ -134,7 +134,9 @@ def _files(task: TaskConfig) -> list[Path]:
     """ValueError: its path has none, or cannot be read."""
     if task.source in ("jsonl", "parquet"):
         return files_of(str(task.path), f".{task.source}")
-    return sorted(path for path in Path(str(task.path)).rglob("*") if path.is_file())
+    folder = Path(str(task.path))
+    own = (path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts))
+    return sorted(path for path in own if path.is_file())  # what begins with a dot is of those who brought them here
 
 
 def check_run_dir(config: Config) -> Problems:

@@ -4,6 +4,7 @@ they run; its figures say nothing about a GPU."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +41,15 @@ _8B = CreateModelConfig(
     max_positions=8192,
     tie_embeddings=True,
 )
-# Dense bf16 FLOP/s by NVIDIA's data sheets; the first name that the card's contains counts.
-_PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+# Dense bf16 FLOP/s by NVIDIA's data sheets.
+_PEAKS = {table.name.upper(): table.bf16 for table in TABLES.values()}
+_PEAKS |= {"H100 PCIe": 756e12, "H100 NVL": 835e12, "A100": 312e12}
 _ROUNDS = 3
+
+
+def of_card(card: str, names: Iterable[str]) -> str | None:
+    """The longest of the names that the card's contains: B200 is in GB200, too."""
+    return max((name for name in names if name.upper() in card.upper()), key=len, default=None)
 
 
 class RandomWeights(MadeWeights):
@@ -80,10 +87,9 @@ def flops(shape: CreateModelConfig, lengths: list[int]) -> float:
 
 def predicted_seconds(card: str, shape: CreateModelConfig, config: Config, lengths: list[int]) -> float | None:
     """Seconds of an update by `plan`'s arithmetic, all tokens in one micro-batch; None for a card that it has no table of."""
-    table = next((table for name, table in TABLES.items() if name.upper() in card), None)
-    if table is None:
+    if (name := of_card(card, TABLES)) is None:
         return None
-    training = Training(model_of(created_config(shape)), config.actor, 1, table)
+    training = Training(model_of(created_config(shape)), config.actor, 1, TABLES[name])
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     return (training.passes(1, sum(lengths), pairs, train=True) + training.optimizer()).seconds
 
@@ -105,10 +111,10 @@ def update(bench: Bench) -> Figures:
     figures: Figures = {"update s": best, "tokens/s": count / best}
     if bench.gpu:
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        peak = next((value for name, value in _PEAKS.items() if name in torch.cuda.get_device_name()), None)
-        if peak is not None:
-            figures["MFU of bf16's peak"] = flops(shape, [len(ids) for ids in tokens]) / best / peak
-        predicted = predicted_seconds(torch.cuda.get_device_name(), shape, config, [len(ids) for ids in tokens])
+        card, lengths = torch.cuda.get_device_name(), [len(ids) for ids in tokens]
+        if (name := of_card(card, _PEAKS)) is not None:
+            figures["MFU of bf16's peak"] = flops(shape, lengths) / best / _PEAKS[name]
+        predicted = predicted_seconds(card, shape, config, lengths)
         if predicted is not None:
             figures["predicted s"] = predicted
     return figures

@@ -91,6 +91,12 @@ def test_where_engine_and_actor_differ_is_shown_whole_and_a_changed_operation_co
     assert list(steps["mismatch-moe"])[1] != "mlp" or float(steps["mismatch-moe"]["mlp"].split()[0]) < share / 2
 
 
+def test_steps_are_named_or_compare_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["selftest", "--only", "versions", "--mismatch"])
+    assert "not allowed with argument --only" in capsys.readouterr().err
+
+
 def test_it_stops_at_the_first_surprise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,3 +173,7 @@ def test_what_an_update_is_predicted_to_take_is_what_plan_says(tmp_path: Path, o
     found = speed.predicted_seconds("NVIDIA H200", speed._8B, config, [4096] * 4)
     assert found == pytest.approx(seconds, rel=0.01)
     assert speed.predicted_seconds("NVIDIA L40S", speed._8B, config, [4096] * 4) is None
+    both = [speed.predicted_seconds(f"NVIDIA {name}", speed._8B, config, [4096] * 4) for name in ("B200", "GB200")]
+    assert both[0] != both[1], "B200 is in GB200, too"
+    assert speed.of_card("NVIDIA H100 PCIe", speed._PEAKS) == "H100 PCIe"
+    assert speed.of_card("NVIDIA H100 80GB HBM3", speed._PEAKS) == "H100"

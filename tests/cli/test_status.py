@@ -282,6 +282,14 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "is no run folder: it has no recipe.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["status", "RUN", "--follow"], ["preflight", "RECIPE", "--minutes"]])
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "1e300", "x"])
+def test_times_that_cannot_be(options: list[str], number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*options[:-1], f"{options[-1]}={number}"])
+    assert "must not be " in (said := capsys.readouterr().err) or "must be above 0" in said or "is no number" in said
+
+
 def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for progress in beating(new_attempt(run_dir)):
         progress.finish()

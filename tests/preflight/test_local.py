@@ -69,6 +69,24 @@ def test_files_of_prompts_are_read_a_little(config: Config, tmp_path: Path) -> N
     config.tasks.train["sums"] = TaskConfig(source="parquet", path=str(tmp_path / "rows.parquet"))
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 cut short")
     assert "not a whole Parquet file" in next(local.check_data(config))[1]
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    assert "not a whole Parquet file" in next(local.check_data(config))[1]
+
+
+def test_a_datasets_folder_has_other_files_beside_its_rows(config: Config, tmp_path: Path) -> None:
+    """As `hf download --local-dir` and `save_to_disk` leave them: locks, which are empty, and JSON over several lines."""
+    folder = tmp_path / "dataset"
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    (folder / ".cache" / "huggingface" / "rows.lock").touch()
+    (folder / "_SUCCESS").touch()
+    (folder / "state.json").write_text(json.dumps({"_data_files": []}, indent=2))
+    (folder / "data.arrow").write_bytes(b"rows")
+    config.tasks.train["sums"] = TaskConfig(source="huggingface", path=str(folder))
+    assert list(local.check_data(config)) == []
+    assert str(folder / "data.arrow") in local.data_facts(config)
+    assert not any(".cache" in name for name in local.data_facts(config)), "which says when a node has fetched it"
+    (folder / "train.parquet").write_bytes(b"PAR1 cut short")
+    assert "not a whole Parquet file" in next(local.check_data(config))[1]
 
 
 def test_room_for_checkpoints_is_counted_from_the_weights(config: Config, tmp_path: Path) -> None:

@@ -144,11 +144,30 @@ def test_methods_of_ones_own_are_compared(
         (["--params", "clip.eps_high=wide"], "clip.eps_high=wide"),
         (["--plot", "plot.odd"], "cannot write plot.odd: Format 'odd' is not supported"),
         (["--plot", "nowhere/plot.png"], "cannot write nowhere/plot.png: No such file"),
+        (["--params", "clip.eps_high=["], "--params clip.eps_high=["),
+        (["--plot", "/"], "cannot write /: Is a directory"),
     ],
 )
 def test_mistakes(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["compare", str(run_dir), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_brackets_are_no_markup(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "of[").mkdir()
+    place = run_dir / "of[" / "step].png"
+    assert main(["compare", str(run_dir), "--plot", str(place)]) == 0
+    assert f"plot: {place}" in capsys.readouterr().out
+    assert place.is_file()
+
+
+@pytest.mark.parametrize("recipe", ["", "[]", "algorithm: []", "algorithm: {plugins: }"])
+def test_a_recipe_without_plugins(run_dir: Path, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "recipe.yaml").write_text(recipe)
+    assert main(["compare", str(run_dir), "--step", "6"]) == 2
+    said = capsys.readouterr().err
+    assert ("holds no recipe" in said) == (recipe in ("", "[]"))
+    assert ("step 6 was not recorded" in said) == ("algorithm" in recipe)
 
 
 def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

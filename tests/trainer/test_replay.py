@@ -115,6 +115,7 @@ def test_changed_rewards_and_refusals(run_dir: Path, capsys: pytest.CaptureFixtu
         (["trainer.steps=3"], "a replay reads rewards alone"),
         (["rewards.letters.params.lettre=n"], "did you mean 'letter'"),
         (["--out", str(run_dir)], f"cannot write {run_dir}: Is a directory"),
+        (["--out", "/nowhere/rows.jsonl"], "cannot write /nowhere/rows.jsonl: No such file or directory"),
     ):
         assert main(["replay", str(run_dir), *arguments]) == 2
         assert message in capsys.readouterr().err
