@@ -211,7 +211,8 @@ def draw_staleness(run: RunRecord, title: str) -> Drawing | None:
         (name for name in run.metrics() if re.fullmatch(r"rollouts/staleness_\d+", name)),
         key=lambda name: (len(name), name),
     )
-    rows = [row for row in run.steps() if metrics and metrics[0] in row]  # a resumed run may have other ages from then on
+    # A resumed run may have other ages from then on.
+    rows = [row for row in run.steps() if metrics and metrics[0] in row]
     layers = {name.rpartition("_")[2]: [row.get(name, 0.0) for row in rows] for name in metrics}
     drawn = {age: layer for age, layer in layers.items() if any(layer)}
     return _stacked(title, [row["step"] for row in rows], drawn) if len(rows) > 1 else None

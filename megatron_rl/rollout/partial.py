@@ -164,9 +164,8 @@ def require_same(samples: Sequence[Sample | None], saved: Mapping[str, np.ndarra
     Raises:
         ValueError: names the first.
     """
-    digests = (
-        saved["prompts"].tolist() if "prompts" in saved else [None] * len(samples)
-    )  # older checkpoints have names only
+    # Older checkpoints have names only.
+    digests = saved["prompts"].tolist() if "prompts" in saved else [None] * len(samples)
     for sample, name, digest in zip(samples, saved["ids"].tolist(), digests, strict=True):
         if sample is None or sample.id != name or digest not in (None, _digest(sample)):
             raise ValueError(

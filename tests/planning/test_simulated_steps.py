@@ -227,5 +227,5 @@ def test_a_runs_recorded_lengths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no recorded rollouts"):
         read_lengths(tmp_path / "rollouts")
     (tmp_path / "bad.npz").write_bytes(b"x")
-    with pytest.raises(ValueError, match="bad.npz cannot be read"):
+    with pytest.raises(ValueError, match=r"bad\.npz cannot be read"):
         read_lengths(tmp_path / "bad.npz")
