@@ -73,15 +73,15 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
             f"`actor.lora.experts` is for experts that files have one by one, and family `{model.family.name}` stacks them; "
             "set it to false"
         )
-    wanted = targets_of(lora, model)
+    targeted = targets_of(lora, model)
     smallest: dict[str, tuple[int, ...]] = {}  # dense layers, shared experts and experts have modules of one name
     for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
         found = smallest.setdefault(module_of(tensor), tensor.sizes(model.dims))
         smallest[module_of(tensor)] = min(found, tensor.sizes(model.dims), key=min)
-    narrow = [name for name in wanted if lora.rank > min(smallest[name])]
+    narrow = [name for name in targeted if lora.rank > min(smallest[name])]
     for name in narrow:
         rows, columns = smallest[name]
-        others = ", ".join(other for other in wanted if other not in narrow)
+        others = ", ".join(other for other in targeted if other not in narrow)
         remedy = f", or set actor.lora.targets=[{others}]" if others else ""
         yield (
             f"`actor.lora.rank` ({lora.rank}) is larger than the model's {name}, {rows} x {columns}; make it at most "

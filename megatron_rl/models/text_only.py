@@ -52,8 +52,8 @@ def language_model(config: HFConfig) -> dict[str, JSON]:
                 f"config.json: `{name}` = {outer[name]!r}, but {inner[name]!r} in `{_TEXT}`; set both to what is right"
             )
     merged = {**inner, **{name: value for name, value in outer.items() if value is not None}}
-    named = {"model_type": f"{config.get('model_type')}_text", **merged, "architectures": [_TEXT_ONLY[architecture]]}
-    return without_axes(named)
+    kind = f"{config.get('model_type')}_text"
+    return without_axes({"model_type": kind, **merged, "architectures": [_TEXT_ONLY[architecture]]})
 
 
 def without_axes(config: HFConfig) -> dict[str, JSON]:

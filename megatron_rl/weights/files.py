@@ -168,8 +168,7 @@ class SafetensorsFolder(WeightSource):
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
         entry = self.entry(name)
-        rows, rest = entry.rows, entry.shape[1:]
-        bits = DTYPES[entry.dtype].bits
+        rows, rest, bits = entry.rows, entry.shape[1:], DTYPES[entry.dtype].bits
         if dim == 0:
             out = np.empty((min(stop, rows) - start, *rest), bits)
             self.read_into(out, name, start)

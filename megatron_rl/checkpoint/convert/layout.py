@@ -154,15 +154,15 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
         for tp_rank in range(tp if rule.is_cut else 1):
             slices = shard_slices(rule, dims, tp_rank, tp)
             if rule.sections:
-                for section, piece in zip(section_names(rule, name), slices, strict=True):
+                for section, cut in zip(section_names(rule, name), slices, strict=True):
                     yield TensorChunk(
                         section,
                         (),
-                        (*before, piece.length * tp, *shape[1:]),
-                        (*at, tp_rank * piece.length, *(0 for _ in shape[1:])),
-                        (*(1 for _ in before), piece.length, *shape[1:]),
+                        (*before, cut.length * tp, *shape[1:]),
+                        (*at, tp_rank * cut.length, *(0 for _ in shape[1:])),
+                        (*(1 for _ in before), cut.length, *shape[1:]),
                         rule,
-                        (piece,),
+                        (cut,),
                         stage,
                         rank,
                     )
