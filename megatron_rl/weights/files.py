@@ -369,7 +369,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     What a process that was killed in here left is removed first. The folder it is to be in has to be there: a run folder that
     was removed does not come back with nothing but a model in it.
     """
-    target = Path(folder)
+    target = Path(folder).resolve()  # what a link leads to is replaced
     _remove_left(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     previous = target.with_name(f".{target.name}.{os.getpid()}.old")

@@ -12,6 +12,7 @@ from models import tiny
 from megatron_rl.checkpoint.contents import contents
 from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, config_folder, megatron_folder
 from megatron_rl.cli import main
+from megatron_rl.weights.files import whole_folder
 
 from .convert import assert_same, tensors, to_hf, to_megatron
 
@@ -102,3 +103,15 @@ def test_a_list_of_pieces_that_is_none(hf: Path, tmp_path: Path, content: str) -
     file.write_text(content.ljust(file.stat().st_size))  # a length that manifest.json would not know is found before
     with pytest.raises(ValueError, match=r"tensors\.json cannot be read"):
         contents(tmp_path / "megatron")
+
+
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+    """An export into a folder on another disk stays there, the second one too."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "export").symlink_to(tmp_path / "disk")
+    for text in ("first", "second"):
+        with whole_folder(tmp_path / "export") as temporary:
+            (temporary / "file").write_text(text)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "export"]
+        assert (tmp_path / "export").is_symlink()
+        assert [(path.name, path.read_text()) for path in (tmp_path / "disk").iterdir()] == [("file", text)]
