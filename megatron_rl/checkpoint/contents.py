@@ -209,8 +209,9 @@ def _difference(name: str, a: WeightSource, b: WeightSource) -> Difference:
         differs = (x != y) & ~(x.isnan() & y.isnan())  # a NaN on one side only differs
         changed += int(differs.sum())
         if differs.any():
-            largest = max(largest, float(delta[differs].nan_to_num(math.inf).max()))
-        square += float(delta.nan_to_num(0.0).square().sum())
+            delta = delta[differs].nan_to_num(math.inf)
+            largest = max(largest, float(delta.max()))
+            square += float(delta.square().sum())
         norm += float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
     relative = 0.0 if square == 0 else math.inf if norm == 0 else math.sqrt(square / norm)
     return Difference(name, size, changed, largest, relative)
