@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from megatron_rl.commands.numbers import number
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     while True:
         status = read_status(args.run)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(json.dumps(status.as_dict(), indent=1) if args.json else status.text(width), flush=True)
+        print(json.dumps(asdict(status), indent=1) if args.json else status.text(width), flush=True)
         if args.follow is None or status.state not in ("running", "starting"):
             return exit_codes.OK
         time.sleep(max(0.1, args.follow))

@@ -21,6 +21,7 @@ from megatron_rl.algorithms.correction import sequence_log_ratio
 
 Parameters = Mapping[str, Mapping[str, object]]
 """By the method's name: those of its parameters that are not at their defaults."""
+_BOUNDS = 0.2, 0.2  # eps_low and eps_high that regions are counted at
 
 
 @dataclass
@@ -121,7 +122,6 @@ def compare_weights(
     names: Sequence[str],
     *,
     ratio: str = "token",
-    bounds: tuple[float, float] = (0.2, 0.2),
     params: Parameters | None = None,
 ) -> tuple[dict[str, WeightSummary], dict[str, float]]:
     """Surrogates on one step's tokens, with the parameters given for them or else their defaults.
@@ -132,7 +132,6 @@ def compare_weights(
         sequence_ids: int64 [tokens], which rollout each token belongs to.
         names: the surrogates.
         ratio: level of the ratio, as `algorithm.ratio`.
-        bounds: (eps_low, eps_high) that regions are counted at.
         params: by the weight's name.
 
     Returns:
@@ -142,7 +141,7 @@ def compare_weights(
     if ratio != "token":
         everything = torch.ones_like(log_ratio, dtype=torch.bool)
         log_ratio = sequence_log_ratio(log_ratio, everything, sequence_ids, mean=ratio == "sequence")
-    region = regions(log_ratio, advantages, *bounds)
+    region = regions(log_ratio, advantages, *_BOUNDS)
     live = advantages != 0
     plain = make_surrogate("none")(log_ratio, advantages)
     summaries = {}

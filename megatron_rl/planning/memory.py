@@ -302,12 +302,14 @@ def _host(
 def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int) -> float:
     """Bytes of a checkpoint, in the mean of the ranks that share them: weights, and in fp32 master weights and two
     moments."""
-    parallel = config.actor.parallel
+    return (width + 12) * _shared_out(trained, config.actor.parallel, world) if config.checkpoint.every else 0
+
+
+def _shared_out(parameters: Parameters, parallel: ParallelConfig, world: int) -> float:
+    """A rank's part where those that hold the same parameters share them out."""
     stage = world // parallel.pipeline  # ranks
-    copies = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
-    if not config.checkpoint.every:
-        return 0
-    return (width + 12) * (trained.dense / copies[0] + trained.expert / copies[1])
+    dense, experts = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    return parameters.dense / dense + parameters.expert / experts
 
 
 def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
@@ -350,9 +352,6 @@ def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: 
     share them."""
     optimizer = config.actor.optimizer
     each = 12 if optimizer.device == "cpu" or (width == 2 and optimizer.moments == "float32") else 8
-    if not config.actor.optimizer.distributed:
+    if not optimizer.distributed:
         return each * parameters.total
-    parallel = config.actor.parallel
-    stage = world // parallel.pipeline  # ranks
-    dense, experts = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
-    return each * (parameters.dense / dense + parameters.expert / experts)
+    return each * _shared_out(parameters, config.actor.parallel, world)

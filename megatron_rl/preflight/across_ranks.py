@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from megatron_rl.preflight.storage import Ranks
 from megatron_rl.preflight.verdict import FAILED, WARNING, Measured, NodeFinding, Report, merged
 from megatron_rl.runtime import device, disk
 
-T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks above which it warns
 _SEEN = 10.0  # seconds within which other nodes must see a new file
 _THROUGH = 90.0  # seconds within which a first message must arrive,

@@ -110,8 +110,8 @@ def check_data(config: Config) -> Problems:
 
 
 def _beginning(path: Path, source: str) -> str | None:
-    """The problem with a file's beginning, if any. A dataset's folder has files of other kinds beside its rows: these need
-    only be there to read."""
+    """The problem with a file's beginning, if any. A dataset's folder has files of other kinds beside its rows: these
+    need only be readable."""
     if source == "jsonl" or path.suffix == ".jsonl":
         return None if list(itertools.islice(read_jsonl(path), _ROWS)) else "it is empty"
     with path.open("rb") as file:

@@ -23,6 +23,7 @@ from megatron_rl.report.run_record import (
     shown_evaluations,
 )
 from megatron_rl.report.significance import effects_note, recipe_differences
+from megatron_rl.report.status import duration
 from megatron_rl.report.viewer import STYLE, image_data, response_text, turns, viewer
 
 _STYLE = """
@@ -87,7 +88,7 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
         what = [
             f"{_algorithm(run)} on {run.keys.get('model.path') or 'a model made at start-up'}",
             f"step {run.rows[-1]['step']} of {run.keys.get('trainer.steps')}",
-            f"{_duration(sum(row.get('timing_s/step', 0.0) for row in run.rows))} in RL steps",
+            f"{duration(sum(row.get('timing_s/step', 0.0) for row in run.rows))} in RL steps",
         ]
         if run.attempts > 1:
             what.append(f"{run.attempts} attempts")
@@ -239,14 +240,6 @@ def _named(run: RunRecord, content: str, runs: int) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if not hours and not minutes:
-        return f"{seconds} s"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
 @dataclass(frozen=True)

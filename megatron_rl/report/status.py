@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,6 @@ class RunStatus:
     first: str = ""  # what has to be done before the run can go on; empty: nothing
     continue_with: str | None = None  # the command that continues it, or who does
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
     def text(self, width: int | None = None) -> str:
         """`width`: columns of the terminal, between whose numbers lines may break; None: none."""
         lines = [f"{self.run_dir}: {self._headline()}"]
@@ -111,12 +108,12 @@ class RunStatus:
             return f"starting, {self.heartbeat_age or 0:.0f} s ago" if self.phase == "" else f"starting ({self.phase})"
         if self.state == "running":
             rate = f"; {self.seconds_per_step:.1f} s per step" if self.seconds_per_step else ""
-            rest = f", {_time(self.eta_seconds)} to go" if self.eta_seconds is not None else ""
+            rest = f", {duration(self.eta_seconds)} to go" if self.eta_seconds is not None else ""
             behind = f"; {self.slowest}" if self.slowest else ""
-            return f"running, {where}, in `{self.phase}` for {_time(self.phase_seconds)}{rate}{rest}{behind}"
+            return f"running, {where}, in `{self.phase}` for {duration(self.phase_seconds)}{rate}{rest}{behind}"
         if self.state == "silent":
             return (
-                f"SILENT: no heartbeat for {_time(self.heartbeat_age or 0)}, {where}, last seen in `{self.phase}`: its "
+                f"SILENT: no heartbeat for {duration(self.heartbeat_age or 0)}, {where}, last seen in `{self.phase}`: its "
                 "processes were killed or its nodes are gone"
             )
         code = "" if self.code is None else f" with exit code {self.code}"
@@ -369,7 +366,7 @@ def _numbers(metrics: Mapping[str, float], width: int | None) -> str:
     return f"\n{'':<{_INDENT}}".join(lines)
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """13, 754, 9000 -> `13 s`, `12 min 34 s`, `2 h 30 min`."""
     whole = round(seconds)
     if whole < 60:

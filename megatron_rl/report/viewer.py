@@ -184,18 +184,18 @@ def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapp
         return [{} for _ in rows]
     with errors_named("", as_error=ConfigError):
         arrays = read_arrays(file, ("samples", "rewards"), "a recorded step")
-        parts = [
-            read_arrays(part, ("rows", "lengths", *_ARRAYS), "a recorded step")
-            for part in sorted(file.with_suffix(".tokens").glob("*.npz"))
+        of_replicas = [
+            read_arrays(path, ("rows", "lengths", *_ARRAYS), "a recorded step")
+            for path in sorted(file.with_suffix(".tokens").glob("*.npz"))
         ]
     prompt_index = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
     count = arrays["rewards"].shape[1]
     known: dict[int, dict[str, list[float]]] = {}
-    for part in parts:
-        new, old, drawn = (part[name] for name in _ARRAYS)
-        weight = part.get("gradient_weights")  # runs of older versions have none
-        ends = np.cumsum(part["lengths"])
-        for row, begin, end in zip(part["rows"].tolist(), ends - part["lengths"], ends, strict=True):
+    for recorded in of_replicas:
+        new, old, drawn = (recorded[name] for name in _ARRAYS)
+        weight = recorded.get("gradient_weights")  # runs of older versions have none
+        ends = np.cumsum(recorded["lengths"])
+        for row, begin, end in zip(recorded["rows"].tolist(), ends - recorded["lengths"], ends, strict=True):
             known[row] = {
                 "difference": np.round(old[begin:end] - drawn[begin:end], 6).tolist(),
                 "ratio": np.round(np.exp(new[begin:end] - old[begin:end]), 6).tolist(),

@@ -151,18 +151,22 @@ def simulate(job: SimulatedJob, mode: Mode, steps: int, seed: int) -> SimulatedR
     Raises:
         ValueError: an engine's cache does not hold the longest sequence.
     """
-    if mode == "synchronous" and job.resampling is not None:
-        return SimulatedRun(mode, job.gpus, _resampled(job, job.resampling, steps, seed))
-    if mode == "synchronous":
-        return SimulatedRun(mode, job.gpus, [_synchronous(job, *_drawn(job, seed, number)) for number in range(steps)])
-    if mode == "passes under the tail":
-        return SimulatedRun(
-            mode, job.gpus, [_under_the_tail(job, *_drawn(job, seed, number)) for number in range(steps)]
-        )
-    if mode == "steps of like lengths":
-        return SimulatedRun(mode, job.gpus, _like_lengths(job, steps, seed))
+    if mode == "one step off":
+        return _split(job, steps, seed)
     if mode == "partial":
-        return SimulatedRun(mode, job.gpus, _partial(job, steps, seed))
+        done = _partial(job, steps, seed)
+    elif mode == "steps of like lengths":
+        done = _like_lengths(job, steps, seed)
+    elif mode == "synchronous" and job.resampling is not None:
+        done = _resampled(job, job.resampling, steps, seed)
+    else:
+        step = _under_the_tail if mode == "passes under the tail" else _synchronous
+        done = [step(job, *_drawn(job, seed, number)) for number in range(steps)]
+    return SimulatedRun(mode, job.gpus, done)
+
+
+def _split(job: SimulatedJob, steps: int, seed: int) -> SimulatedRun:
+    """One step off, with the share of the engines that is given or else the fastest of some."""
     shares = sorted({max(1, job.engines * part // _SPLITS) / job.engines for part in range(1, _SPLITS)} - {1.0})
     if job.engines_share is not None:
         return _one_step_off(job, job.engines_share, steps, seed)
@@ -211,12 +215,19 @@ def _one_after_the_other(
     return SimulatedStep(at, tuple(spans), generation, tokens)
 
 
+def _scored(
+    job: SimulatedJob, lengths: np.ndarray, order: Sequence[int], rng: np.random.Generator
+) -> tuple[SimulatedGeneration, float, float]:
+    """Draws whole responses. Returns also the seconds until all are scored, and the tokens that are trained on."""
+    generation = generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
+    waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
+    return generation, waited, _trained(job, lengths)
+
+
 def _synchronous(
     job: SimulatedJob, lengths: np.ndarray, order: Sequence[int], rng: np.random.Generator
 ) -> SimulatedStep:
-    generation = generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
-    waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
-    return _one_after_the_other(job, generation, waited, _trained(job, lengths))
+    return _one_after_the_other(job, *_scored(job, lengths, order, rng))
 
 
 def _trained(job: SimulatedJob, lengths: np.ndarray) -> float:
@@ -231,9 +242,7 @@ def _under_the_tail(
     some, and no pass is cut over two engines: no way of building it is faster. The actor's weights are on the devices
     meanwhile."""
     speed = job.speed if job.cache_beside is None else replace(job.speed, cache_tokens=job.cache_beside)
-    generation = generate(speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
-    waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
-    tokens = _trained(job, lengths)
+    generation, waited, tokens = _scored(replace(job, speed=speed), lengths, order, rng)
     whole = sum(seconds for name, seconds in job.training(tokens).items() if name in PASSES)
     done = min(1.0, generation.idle_share * generation.seconds / whole) if whole else 0.0
     return _one_after_the_other(job, generation, waited, tokens, done)
@@ -318,12 +327,7 @@ def _one_step_off(job: SimulatedJob, share: float, steps: int, seed: int) -> Sim
     generating = replace(job, engines=round(job.engines * share))
     done = []
     for number in range(steps):
-        lengths, order, rng = _drawn(generating, seed, number)
-        generation = generate(
-            generating.speed, generating.engines, generating.prompt, np.zeros_like(lengths), lengths, order
-        )
-        waited = _waiting(generation.ends.ravel(), generation.seconds, generating.reward, rng)
-        tokens = _trained(generating, lengths)
+        generation, waited, tokens = _scored(generating, *_drawn(generating, seed, number))
         spans = [Span("generate", 0.0, generation.seconds, share, generation.idle_share)]
         if waited:
             spans.append(Span("reward", generation.seconds, waited, share, 1.0))

@@ -25,7 +25,6 @@ class GenerationTime:
 
     seconds: float
     prompts: float  # seconds of it, reading prompts
-    steps: float
     idle: float
     places: float  # sequences that an engine decodes at a time, at most
     bound: str
@@ -167,11 +166,11 @@ class Decoding:
         places = min(self.places(lengths), responses)
         prompts = responses / self.rollout.group_size
         prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
-        steps = seconds = drawn = 0.0
+        seconds = drawn = 0.0
         alive = lengths.alive
         if responses > 1.02 * places:
             full = max(0.0, responses * lengths.mean / places - lengths.remaining)
-            steps, seconds = full, full * self.step_seconds(places, lengths.prompt + lengths.remaining)
+            seconds = full * self.step_seconds(places, lengths.prompt + lengths.remaining)
             drawn = seconds * places
             tail = [sum(alive[i:]) * lengths.cell / lengths.mean for i in range(len(alive))]
         else:
@@ -180,11 +179,10 @@ class Decoding:
             some = 1 - (1 - share) ** (places * engines)  # somewhere a response is not done
             running = max(1.0, places * share)
             took = some * lengths.cell * self.step_seconds(running, lengths.prompt + (i + 0.5) * lengths.cell)
-            steps, seconds, drawn = steps + some * lengths.cell, seconds + took, drawn + took * places * share
+            seconds, drawn = seconds + took, drawn + took * places * share
         return GenerationTime(
             seconds=prompt + seconds,
             prompts=prompt,
-            steps=steps,
             idle=1 - drawn / more / (seconds * places),
             places=places,
             bound=self.bound(max(1.0, drawn / seconds), lengths.prompt + lengths.remaining),

@@ -31,9 +31,9 @@ def product_seconds(
     return max(busy, memory_seconds(hardware, moved)) + hardware.launch
 
 
-def attention_seconds(hardware: Hardware, operations: float, *, backward: bool = False) -> float:
-    """Fused attention of so many operations forwards: two products forwards, five backwards."""
-    return operations * (2.5 if backward else 1) / (hardware.bf16 * hardware.attention_share)
+def attention_seconds(hardware: Hardware, operations: float) -> float:
+    """Fused attention of so many operations, forwards."""
+    return operations / (hardware.bf16 * hardware.attention_share)
 
 
 def memory_seconds(hardware: Hardware, moved: float) -> float:

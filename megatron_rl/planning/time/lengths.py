@@ -194,8 +194,9 @@ def read_lengths(run: Path, limit: int | None = None) -> Sequence[Tokens]:
 
 def recorded_files(run: Path) -> list[Path]:
     """The `rollouts/step_<n>.npz` of a run's folder, in the order of steps."""
-    steps = {path: re.fullmatch(r"step_(\d+)", path.stem) for path in (run / "rollouts").glob("step_*.npz")}
-    return sorted((path for path, step in steps.items() if step), key=lambda path: int(path.stem.removeprefix("step_")))
+    files = (run / "rollouts").glob("step_*.npz")
+    steps = {int(step[1]): path for path in files if (step := re.fullmatch(r"step_(\d+)", path.stem))}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _read(file: Path) -> Tokens:

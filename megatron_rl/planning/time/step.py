@@ -166,11 +166,10 @@ class Predictor:
         training = Training(self.model, config.actor, world, self.hardware, held=self.held(config.actor))
         optimizer_steps = config.trainer.minibatches * config.trainer.epochs
         per_rank = config.trainer.prompts_per_step * config.rollout.group_size / training.data_parallel
-        batches, tokens = self.packing(config, per_rank / config.trainer.minibatches)
-        pairs = tokens / self.lengths.total * self.lengths.pairs
+        batches, tokens, pairs = self._packing(config, per_rank / config.trainer.minibatches)
         once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
         update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
-        return batches, training.passes(*self._whole(config, per_rank), train=False), update
+        return batches, training.passes(*self._packing(config, per_rank), train=False), update
 
     def training_seconds(self, config: Config, world: int) -> float:
         """Seconds of a step that depend on the actor's layout: log-probs, the reference's too, and the update."""
@@ -180,20 +179,16 @@ class Predictor:
         old = _scored_share(config) * forward.seconds * scale(OLD, 1.0)
         return old + reference + update.seconds * scale(UPDATE, 1.0)
 
-    def packing(self, config: Config, sequences: float) -> tuple[int, float]:
-        """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each. With virtual stages they are a
-        multiple of the stages (`Actor.micro_batches`)."""
+    def _packing(self, config: Config, sequences: float) -> tuple[int, float, float]:
+        """Micro-batches of a data-parallel rank for so many sequences, and tokens and pairs in each. With virtual stages they
+        are a multiple of the stages (`Actor.micro_batches`)."""
         fill = _fill(self.lengths, config.actor.tokens_per_microbatch)
         tokens = sequences * self.lengths.total
         count = max(1, math.ceil(tokens / (fill * config.actor.tokens_per_microbatch) - 1e-6))
         parallel = config.actor.parallel
         if parallel.virtual_pipeline > 1:
             count += -count % parallel.pipeline
-        return count, tokens / count
-
-    def _whole(self, config: Config, sequences: float) -> tuple[int, float, float]:
-        batches, tokens = self.packing(config, sequences)
-        return batches, tokens, tokens / self.lengths.total * self.lengths.pairs
+        return count, tokens / count, tokens / count / self.lengths.total * self.lengths.pairs
 
 
 def _scored_share(config: Config) -> float:

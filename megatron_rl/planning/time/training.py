@@ -74,7 +74,6 @@ class Training:
     Attributes:
         imbalance: tokens of the busiest rank's experts over the mean.
         tensor_overlap: share of tensor-parallel communication that runs under matrix products (0: ours, one after the other).
-        host: whether the host's program issues each kernel; false: CUDA graphs.
         held: what `trained_parameters` gives for the layout, where it is known.
     """
 
@@ -84,7 +83,6 @@ class Training:
     hardware: Hardware
     imbalance: float = 1.2
     tensor_overlap: float = 0.0
-    host: bool = True
     held: Parameters | None = None
 
     # ----------------------------------------------------------------------------------------------------- layout
@@ -213,9 +211,7 @@ class Training:
         return self._known[tokens, pairs]
 
     def _waiting(self, cost: Cost, passes: float) -> Cost:
-        """Adds the time that the GPU waits for the host's program."""
-        if not self.host:
-            return cost
+        """Adds the time that the GPU waits for the host's program, which issues each kernel."""
         share = self.model.expert_share
         issue = share * self.hardware.host_experts + (1 - share) * self.hardware.host_dense
         return cost + Cost(host=max(0.0, passes * issue - cost.seconds))
