@@ -67,8 +67,9 @@ def gym_tasks(folder: Path) -> dict[str, Any]:
         "responses_create_params": {"input": [{"role": "user", "content": "what is the capital?"}], "temperature": 0.3},
         "follow_ups": ["how many live there?", "name one sight."],
         "expected_answer": "e",
+        "remark": "a line\u2028and another",
     }
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
     export("verifiers", json.dumps(block), str(folder / "verifiers.jsonl"), "--path", str(TASKSETS), "--size", "1")
     export("nemo_gym", str(folder / "rows.jsonl"), str(folder / "nemo_gym.jsonl"))
     params: dict[str, Any] = {

@@ -239,7 +239,8 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--size", type=int, help="so many rows, the first ones")
     given = parser.parse_args(arguments)
     source = Path(given.data) if Path(given.data).exists() else nemo_gym.PARENT_DIR / given.data
-    lines = [line for line in source.read_text().splitlines() if line.strip()][: given.size]
+    # Not `splitlines`: JSON's texts may have U+2028 and its like.
+    lines = [line for line in source.read_text().split("\n") if line.strip()][: given.size]
     given.out.write_text("".join(json.dumps(row_of(line)) + "\n" for line in lines))
     print(f"{given.out}: {len(lines)} prompts")
 
