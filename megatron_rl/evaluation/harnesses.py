@@ -111,7 +111,10 @@ def _rows(path: Path) -> list[dict[str, object]]:
 
 def _number(row: Mapping[str, object], key: str) -> float:
     value = row[key]
-    assert isinstance(value, int | float), f"{key} is {value!r}"
+    if not isinstance(value, int | float):
+        raise ValueError(
+            f"evaluation.harness.sets: one has {key}={value!r:.80} for a question, and a grade is a number; leave it out"
+        )
     return float(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,19 @@ def test_a_server_elsewhere_that_no_longer_answers_ends_the_harness(
     if not alive:
         with pytest.raises(OSError, match=r"no answer for [0-9]+ s: http://127.0.0.1:[0-9]+/v1/models"):
             harnessed._run(log, job, None)
+
+
+def test_a_set_whose_questions_have_no_grades_is_refused_by_its_key(tmp_path: Path) -> None:
+    """As lm_eval's perplexities: a question has a log-likelihood and a number of words."""
+    (tmp_path / "results_now.json").write_text("{}")
+    row = {"metrics": ["word_perplexity"], "filter": "none", "word_perplexity": [-9.5, 3]}
+    (tmp_path / "samples_wikitext_now.jsonl").write_text(json.dumps(row) + "\n")
+    harness = HarnessConfig(name="lm_eval", sets=["wikitext"])
+    config: Any = SimpleNamespace(evaluation=EvaluationConfig(harness=harness))
+    with pytest.raises(
+        ValueError, match=r"evaluation.harness.sets: one has word_perplexity=\[-9.5, 3\] for a question"
+    ):
+        list(HARNESSES["lm_eval"].read(Job(config, Server((), "tiny"), tmp_path)))
 
 
 def test_a_harness_inherits_nothing_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
