@@ -233,6 +233,8 @@ def _forget(task: asyncio.Future[Any]) -> None:
 
 
 async def _print_tools(words: Sequence[str]) -> None:
+    if not words:
+        raise ValueError("say which server: its command, or its URL")
     is_url = words[0].startswith(("http://", "https://"))
     tools = McpTools(url=words[0]) if is_url else McpTools(command=words)
     listed = await tools.reset({})
@@ -241,4 +243,7 @@ async def _print_tools(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_print_tools(sys.argv[1:]))
+    try:
+        asyncio.run(_print_tools(sys.argv[1:]))
+    except (ValueError, InfrastructureFailed) as error:
+        sys.exit(str(error))

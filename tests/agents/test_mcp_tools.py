@@ -51,6 +51,19 @@ def tools() -> list[dict[str, Any]]:
     return listed
 
 
+def test_a_server_whose_tools_cannot_be_listed_is_named() -> None:
+    for command, says in (
+        ([], "say which server"),
+        (["none-such"], "'none-such'"),
+        (["/bin/true"], "server /bin/true"),
+    ):
+        listing = [sys.executable, "-m", "megatron_rl.agents.mcp_client", *command]
+        done = subprocess.run(listing, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def conversed(
     words: Any, tools: list[dict[str, Any]], params: dict[str, Any], says: dict[str, list[str]], **agent: Any
 ) -> tuple[Rollouts, list[str]]:
