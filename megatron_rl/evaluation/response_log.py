@@ -49,7 +49,7 @@ def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
 
 
 def _conversations(task: TaskConfig) -> dict[str, object]:
-    """What a task's conversations depend on: template, agent but for when it is given up, and the files that this names."""
+    """Describes what a task's conversations depend on: the agent but for when it is given up, its files, and the template."""
     assert task.agent is not None
     agent = {key: value for key, value in asdict(task.agent).items() if key not in ("seconds", "stop_after")}
     return {**agent, "code": sources_of(task.agent), "chat_params": template_params(task)}
