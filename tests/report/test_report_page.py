@@ -93,7 +93,6 @@ def test_a_folder_that_is_no_run_is_refused(
     [
         ("metrics.jsonl", b"[1]\n", "metrics.jsonl cannot be read: it has rows without a step"),
         ("metrics.jsonl", b'{"time": 1}\n', "metrics.jsonl cannot be read: it has rows without a step"),
-        ("metrics.jsonl", b"\xff", "metrics.jsonl cannot be read: 'utf-8' codec can't decode"),
         ("samples/step_5.jsonl", b'{"prompt": "p", "response": "r"}\n', "step_5.jsonl has rows that are no rollouts"),
         ("rollouts/step_5.npz", b"", "step_5.npz cannot be read: No data left in file"),
         ("rollouts/step_5.npz", b"PK\x03\x04", "step_5.npz cannot be read: File is not a zip file"),
