@@ -74,12 +74,13 @@ def make_reward(name: str, **params: object) -> Reward:
     entry = _Entry(load_function(name, "reward")) if ":" in name else _ENTRIES.get(name)
     if entry is None:
         raise ValueError(f"{unknown_name('reward', name, _ENTRIES)} (a reward of your own is written module:factory)")
-    parameters = entry.parameters()
+    parameters, kinds = entry.parameters(), {parameter.kind for parameter in entry.parameters().values()}
     for key in params:
-        if key not in parameters:
+        if key not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ValueError(f"{name}: {unknown_name('parameter', key, parameters)}")
     for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in params:
+        takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not takes_any and key not in params:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     try:
         return _as_reward(entry.make(params))

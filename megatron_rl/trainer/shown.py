@@ -52,7 +52,7 @@ def remarks_of(
         entry: dict[str, object] = {}
         if remarks := scorer.remarks(rollout.text, sample, rollout.finish_reason, rollout.length):
             entry["remarks"] = remarks
-        if with_pieces:
-            entry["pieces"] = tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
+        if with_pieces:  # a tokenizer makes one text of no tokens
+            entry["pieces"] = tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False) if tokens else []
         entries.append(entry)
     return entries

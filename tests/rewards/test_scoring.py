@@ -243,6 +243,16 @@ def test_a_recipe_with_a_mistake(config: dict[str, Any], message: str) -> None:
         check_rewards({"x": RewardConfig(**config)})
 
 
+def test_a_reward_may_take_any_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "any.py"
+    path.write_text("def worth(first, **params):\n    return lambda completion, sample: first + sum(params.values())\n")
+    name = f"{path}:worth"
+    [row] = Scorer({"any": RewardConfig(reward=name, params={"first": 1, "b": 2.5})}).score(["x"], [sums()])
+    assert row["any"] == 3.5
+    with pytest.raises(ValueError, match="the parameter 'first' is missing"):
+        make_reward(name, b=1)
+
+
 def test_concurrent_rewards_keep_the_order_and_stop_at_an_error(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text(
