@@ -86,7 +86,7 @@ def run_ranks(
 ) -> spawn.RanksOutcome:
     """`runtime.spawn.run_ranks`, called in a process of its own, whose ranks are forks."""
     script = Path(__file__).with_name("launcher.py")
-    done = run([str(script), json.dumps([list(command), processes, str(log_dir), dict(environment)])], timeout=900)
+    done = run([str(script), json.dumps([list(command), processes, str(log_dir), dict(environment)])], timeout=1800)
     return spawn.RanksOutcome(done.returncode, done.stderr)
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--json", action="store_true", help="the whole report as JSON")
     parser.add_argument(
         "--minutes",
-        type=number(0, largest=_DAY),
+        type=number(0.001, above=False, largest=_DAY),
         default=10.0,
         help="how long the ranks wait for each other (default: 10)",
     )
@@ -34,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 for fit, 3 where a node is not, 2 for a recipe that cannot run anywhere."""
-    if not 0.001 <= args.minutes <= 1e6:  # as `launch.timeout_minutes`
-        raise ConfigError(f"--minutes {args.minutes:g}: a number from 0.001 to 1,000,000")
     machine, world = machine_here()
     command = [sys.executable, "-m", "megatron_rl.preflight.rank_main", args.recipe, *args.overrides]
     command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]

@@ -35,7 +35,7 @@ def test_a_kept_recipe_that_is_none(text: str, tmp_path: Path) -> None:
         read_yaml(path)
     with pytest.raises(ConfigError, match=r"recipe\.yaml"):
         read_recipe(path)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30  # written out, the first would take for ever
 
 
 def header(content: object) -> bytes:

@@ -163,7 +163,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (root / "all.log").open("wb") as log:
         process = Warm([forked.__file__, str(root)], {**os.environ, **rank_environment(0)}, log, log)
     try:
-        assert process.wait(900) == 0, (root / "all.log").read_text()
+        assert process.wait(3000) == 0, (root / "all.log").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # its forks too

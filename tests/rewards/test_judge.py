@@ -32,7 +32,7 @@ def test_512_requests_at_once_against_a_server_that_fails_every_way(tmp_path: Pa
         return "score:0.75" if seen else kind  # the others only at first
 
     with serving(behave) as server:
-        reward = make(server.url, max_in_flight=512, request_seconds=5.0, retries=1)
+        reward = make(server.url, max_in_flight=512, request_seconds=10.0, retries=1)
         reward.open(tmp_path, 0, 1)
         got = scores(reward, [f"answer number {i} " for i in range(512)])
         counts, _ = reward.take_counts()
