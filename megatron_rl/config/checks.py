@@ -22,6 +22,7 @@ from megatron_rl.config.inactive import check_inactive
 from megatron_rl.config.machine import Machine
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
+from megatron_rl.config.rollout_keys import LEAST_TEMPERATURE
 from megatron_rl.config.schema import Config
 from megatron_rl.config.split_checks import check_split
 from megatron_rl.config.supervised_checks import check_supervised
@@ -269,6 +270,11 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield (
             f"`trainer.eval_temperature` is {trainer.eval_temperature}, but one rollout per prompt is decoded "
             "greedily; set trainer.eval_rollouts > 1, or eval_temperature=0"
+        )
+    if 0 < trainer.eval_temperature < LEAST_TEMPERATURE:
+        yield (
+            f"`trainer.eval_temperature` is {trainer.eval_temperature}, and vLLM would draw at {LEAST_TEMPERATURE}, the least "
+            "that it has above 0; set it to that or more"
         )
     for k in config.evaluation.pass_k or ():
         if not 1 <= k <= trainer.eval_rollouts:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from megatron_rl.config.keys import Count, PositiveShare, Ranks, Section, Steps, Tokens, key
 
+LEAST_TEMPERATURE = 0.01  # vLLM draws at this one where it is asked for less, but for 0
+
 
 @dataclass
 class PartialConfig(Section):
@@ -72,7 +74,9 @@ class RolloutConfig(Section):
         "CPU: engine and actor compute with the same operations, each token by itself: the log-probs recorded while drawing "
         "are the actor's old ones bit for bit ([mismatch.md](mismatch.md#exactly-none))",
     )
-    temperature: Annotated[float, Field(gt=0, le=2)] = key(1.0, "of training rollouts and the actor's log-probs")
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = key(
+        1.0, "of training rollouts and the actor's log-probs"
+    )
     too_long: Literal["error", "drop"] = key("error", "prompts above the limit: an error, or left out")
     memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
     cpu_cache_gib: Annotated[float, Field(ge=0.001, le=1e6)] = key(1.0, "CPU: KV cache per process")

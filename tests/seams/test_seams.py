@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_rl.config.rollout_keys import LEAST_TEMPERATURE
 from megatron_rl.models.lora import ENGINE_RANKS
 from megatron_rl.seams import (
     check_parameters,
@@ -182,6 +183,13 @@ def test_an_engine_may_be_made_for_the_ranks_that_vllm_takes() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == ENGINE_RANKS
+
+
+@pytest.mark.parametrize(("asked", "drawn"), [(LEAST_TEMPERATURE, LEAST_TEMPERATURE), (0.009, LEAST_TEMPERATURE), (0, 0)])
+def test_the_engine_draws_at_the_temperatures_that_recipes_may_have(asked: float, drawn: float) -> None:
+    from vllm import SamplingParams
+
+    assert SamplingParams(temperature=asked).temperature == drawn
 
 
 def test_vllm_takes_nothing_but_a_function_from_the_image_processor_that_needs_torchvision() -> None:
