@@ -271,16 +271,13 @@ def _sequences(rows: Sequence[int], batch: TokenBatch) -> list[_Sequence]:
 
 def _positions(sequences: Sequence[_Sequence], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
     """Positions of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
-    plain = [np.arange(length) for length in lengths]
-    if not batch.images.keys() & {sequence.row for sequence in sequences}:
-        return plain
-    placed = [
-        batch.images[sequence.row].positions(length)
-        if sequence.row in batch.images
-        else np.tile(np.arange(length), (3, 1))
-        for sequence, length in zip(sequences, lengths, strict=False)
+    rows = [*(sequence.row for sequence in sequences), -1]  # the last of padding, where there is some
+    if not batch.images.keys() & set(rows):
+        return [np.arange(length) for length in lengths]
+    return [
+        batch.images[row].positions(length) if row in batch.images else np.tile(np.arange(length), (3, 1))
+        for row, length in zip(rows, lengths, strict=False)
     ]
-    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(sequences) :])]
 
 
 def _images(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
@@ -19,11 +18,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from megatron_rl.seams import check_parameters
 from megatron_rl.seams.megatron import State
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.mapping import ShardedBase
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
 

@@ -12,10 +12,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 _CUDA_TYPES = {
@@ -70,6 +73,7 @@ _TORCH_CUDA: dict[str, Callable[..., object]] = {
 _all_to_all_single = torch.distributed.all_to_all_single
 _all_gather = torch.distributed.all_gather
 _reduce_scatter = torch.distributed.reduce_scatter
+_rotate_one_by_one: Callable[..., torch.Tensor] = rope_utils._apply_rotary_pos_emb_thd
 
 
 def _all_to_all_with_lists(
@@ -129,29 +133,16 @@ def _rotate_packed(
 ) -> torch.Tensor:
     """Rotates all packed sequences at once, [tokens, heads, width]: since 0.17 Megatron-Core rotates one after the other,
     which makes forward and backward passes of short sequences twice as long on a CPU."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     assert cp_group is not None, "Megatron-Core names the group wherever sequences are packed"
     settings = (rotary_interleaved, mla_rotary_interleaved, mscale)
     if cp_group.size() > 1 or freqs.shape[0] == t.shape[0]:  # cut sequences, or an angle for each token
-        return _rotate_one_by_one()(t, cu_seqlens, freqs, *settings, cp_group, multi_latent_attention)
+        return _rotate_one_by_one(t, cu_seqlens, freqs, *settings, cp_group, multi_latent_attention)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
     positions = torch.arange(t.shape[0], device=t.device) - starts
     return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], *settings).squeeze(1)
 
 
-@functools.cache
-def _rotate_one_by_one() -> Callable[..., torch.Tensor]:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    return cast(Callable[..., torch.Tensor], MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")])
-
-
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object] | None]:
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
-
     cuda = _TORCH_CUDA | {
         name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
     }
@@ -168,23 +159,8 @@ def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object] | None
     }
 
 
-class NoDropoutRngTracker:
+class NoDropoutRngTracker(random.CudaRNGStatesTracker):
     """Megatron's per-rank CUDA random state, which only dropout reads; our models have none, so forking is a no-op."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def reset(self) -> None:
-        pass
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        pass
-
-    def add(self, name: str, seed: int) -> None:
-        pass
 
     @contextlib.contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
@@ -238,7 +214,5 @@ class MegatronOnCpu(TorchFunctionMode):
 
 def install_rng_tracker() -> None:
     """Gives Megatron-Core the tracker above; call once, before a model is built."""
-    from megatron.core.tensor_parallel import random
-
     random._CUDA_RNG_STATE_TRACKER = NoDropoutRngTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.fusions import fused_bias_swiglu
@@ -24,9 +24,6 @@ from torch.autograd.function import FunctionCtx
 from megatron_rl.seams import replaced
 from megatron_rl.seams.megatron import Chunk
 from megatron_rl.seams.meta_fp8 import InFP8, QuantisedProduct, padded, quantise, quantised_layers, unpadded
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 
 def under_way(stage: int, stages: int, chunks: int) -> list[int]:
@@ -89,19 +86,6 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tens
     return cast(Tensor, _DeltaRule.apply(query, key, value, g, beta)), None
 
 
-class _Kept(torch.autograd.Function):
-    """Kernels that keep their input, and give out as much."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])  # type: ignore[attr-defined]
-
-
 class Norm(torch.autograd.Function):
     """RMSNorm keeps its input (of a view a copy), its weight, and a float32 number per row."""
 
@@ -129,13 +113,14 @@ class _Same(torch.autograd.Function):
         return tuple(torch.empty_like(gradient) for gradient in gradients)
 
 
-class _Products(torch.autograd.Function):
-    """Grouped matrix products keep their input; the weights' gradients are added to the fp32 sums."""
+class _Kept(torch.autograd.Function):
+    """Kernels that keep their input alone: gated-delta layers', and grouped products, which give out another `width` and
+    whose weights' gradients are added to the fp32 sums."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(x)
-        return x.new_empty(len(x), width)
+        return x.new_empty(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -206,8 +191,8 @@ ENGINES: dict[str, dict[str, object]] = {
     "megatron.core.models.common.embeddings.rope_utils": {
         "fused_apply_rotary_pos_emb_thd": lambda t, *_, **__: _Same.apply(t)[0],
     },
-    "megatron.core.ssm.gated_delta_net.gdn": {"causal_conv1d": lambda x, **_: (_Kept.apply(x), None)},
-    "megatron.core.ssm.gated_delta_net.common": {"l2norm": lambda x, **_: _Kept.apply(x)},
+    "megatron.core.ssm.gated_delta_net.gdn": {"causal_conv1d": lambda x, **_: (_Kept.apply(x, x.shape[-1]), None)},
+    "megatron.core.ssm.gated_delta_net.common": {"l2norm": lambda x, **_: _Kept.apply(x, x.shape[-1])},
     "megatron.core.tensor_parallel.random": {
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
         "fp8_autocast": lambda *, enabled, fp8_recipe: contextlib.nullcontext(),
@@ -225,7 +210,7 @@ def _grouped(
     def product(weight: Tensor, recipe: str | None, original: bool = False) -> nn.Module:
         def compute(x: Tensor, splits: Sequence[int]) -> tuple[Tensor, None]:
             if recipe is None:
-                return _Products.apply(x, weight.shape[0]), None
+                return _Kept.apply(x, weight.shape[0]), None
             keeps = torch.is_grad_enabled() and weight.requires_grad
             how = InFP8(recipe, weight.shape[0], tuple(splits), original=original, trained=keeps)
             return QuantisedProduct.apply(x, None, None, how), None

@@ -13,45 +13,16 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.seams import check_parameters
 
 _QWEN = "transformers.models.qwen2_vl.image_processing_"
-
-
-class _Classes(NamedTuple):
-    """An architecture's classes by name: vLLM's, in a module of `vllm.model_executor.models`, and transformers' processor."""
-
-    module: str
-    info: str
-    processor: str
-    dummies: str
-    hf_processor: str
-
-
-ARCHITECTURES = {
-    "Qwen2_5_VLForConditionalGeneration": _Classes(
-        "qwen2_5_vl",
-        "Qwen2_5_VLProcessingInfo",
-        "Qwen2_5_VLMultiModalProcessor",
-        "Qwen2_5_VLDummyInputsBuilder",
-        "Qwen2_5_VLProcessor",
-    ),
-    "Qwen3VLForConditionalGeneration": _Classes(
-        "qwen3_vl",
-        "Qwen3VLProcessingInfo",
-        "Qwen3VLMultiModalProcessor",
-        "Qwen3VLDummyInputsBuilder",
-        "Qwen3VLProcessor",
-    ),
-    "Qwen3VLMoeForConditionalGeneration": _Classes(
-        "qwen3_vl_moe",
-        "Qwen3VLMoeProcessingInfo",
-        "Qwen3VLMultiModalProcessor",
-        "Qwen3VLDummyInputsBuilder",
-        "Qwen3VLProcessor",
-    ),
+# The processor of transformers for each architecture.
+PROCESSORS = {
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLProcessor",
+    "Qwen3VLForConditionalGeneration": "Qwen3VLProcessor",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLProcessor",
 }
 # Of vLLM's classes of what they ask about the model's processor.
 OVERRIDDEN = {
@@ -68,22 +39,21 @@ SMART_RESIZE = "height width factor min_pixels max_pixels"  # what vLLM imports 
 def register_images_only(architecture: str, image_processor: Any) -> None:
     """vLLM's model of this architecture reads images by `image_processor`, and takes no videos; before an engine starts."""
     import transformers
-    from transformers.processing_utils import ProcessorMixin
     from vllm import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    names = ARCHITECTURES[architecture]
     with no_torchvision():
-        models = importlib.import_module(f"vllm.model_executor.models.{names.module}")
         from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
-    asked, dummies = getattr(models, names.info), getattr(models, names.dummies)
+
+        model = _model(architecture)
+    asked, dummies = model._processor_factory.info, model._processor_factory.dummy_inputs
     check_parameters(dummies.get_dummy_mm_data, DUMMIES)
     for name, parameters in OVERRIDDEN.items():
         check_parameters(getattr(asked, name), parameters)
 
-    class ImagesOnly(getattr(transformers, names.hf_processor)):  # type: ignore[misc]
+    class ImagesOnly(getattr(transformers, PROCESSORS[architecture])):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+            transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
@@ -113,15 +83,24 @@ def register_images_only(architecture: str, image_processor: Any) -> None:
             count, options = mm_counts.get("image", 0), mm_options.get("image")
             return {"image": self._get_dummy_images(width=width, height=height, num_images=count, overrides=options)}
 
-    class _Model(getattr(models, architecture)):  # type: ignore[misc]
+    class _Model(model):  # type: ignore[misc, valid-type]
         pass
 
-    register = MULTIMODAL_REGISTRY.register_processor(getattr(models, names.processor), info=Info, dummy_inputs=Dummies)
+    processor = model._processor_factory.processor
+    register = MULTIMODAL_REGISTRY.register_processor(processor, info=Info, dummy_inputs=Dummies)
     ModelRegistry.register_model(architecture, register(_Model))
 
 
+def _model(architecture: str) -> Any:
+    """vLLM's own class of an architecture."""
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    module, name = _VLLM_MODELS[architecture]
+    return getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+
+
 # Models of text whose file in vLLM also holds one that reads images.
-_TEXT_ONLY = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
+_TEXT_ONLY = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def register_text_only(architecture: str) -> None:
@@ -131,8 +110,7 @@ def register_text_only(architecture: str) -> None:
     from vllm import ModelRegistry
 
     with no_torchvision():
-        module = importlib.import_module(f"vllm.model_executor.models.{_TEXT_ONLY[architecture]}")
-    ModelRegistry.register_model(architecture, getattr(module, architecture))
+        ModelRegistry.register_model(architecture, _model(architecture))
 
 
 @contextlib.contextmanager
