@@ -273,8 +273,8 @@ def _check_trainer(config: Config) -> Iterator[str]:
         )
     if 0 < trainer.eval_temperature < LEAST_TEMPERATURE:
         yield (
-            f"`trainer.eval_temperature` is {trainer.eval_temperature}, and vLLM would draw at {LEAST_TEMPERATURE}, the least "
-            "that it has above 0; set it to that or more"
+            f"`trainer.eval_temperature` is {trainer.eval_temperature}, and vLLM would draw at {LEAST_TEMPERATURE}, the "
+            "least that it has above 0; set it to that or more"
         )
     for k in config.evaluation.pass_k or ():
         if not 1 <= k <= trainer.eval_rollouts:

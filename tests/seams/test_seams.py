@@ -183,7 +183,9 @@ def test_an_engine_may_be_made_for_the_ranks_that_vllm_takes() -> None:
     assert get_args(MaxLoRARanks) == ENGINE_RANKS
 
 
-@pytest.mark.parametrize(("asked", "drawn"), [(LEAST_TEMPERATURE, LEAST_TEMPERATURE), (0.009, LEAST_TEMPERATURE), (0, 0)])
+@pytest.mark.parametrize(
+    ("asked", "drawn"), [(LEAST_TEMPERATURE, LEAST_TEMPERATURE), (0.009, LEAST_TEMPERATURE), (0, 0)]
+)
 def test_the_engine_draws_at_the_temperatures_that_recipes_may_have(asked: float, drawn: float) -> None:
     from vllm import SamplingParams
 
