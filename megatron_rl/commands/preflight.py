@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.commands.numbers import number
 from megatron_rl.commands.packages import require_torch
-from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.config import check, load_recipe
 from megatron_rl.launch.ranks import machine_here
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
