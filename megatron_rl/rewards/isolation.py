@@ -180,6 +180,7 @@ class IsolatedReward(PooledReward):
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
+        self.isolated.close()
 
 
 def _end(helper: subprocess.Popen[bytes]) -> None:

@@ -73,19 +73,20 @@ class Checkpoints:
         return store.folder_of(self.run_dir, warm_up)
 
     # ----------------------------------------------------------------------------------------------------------- resume
-    def resume(self, resume: str, optimizer: OptimizerConfig, total_updates: int) -> State | None:
+    def resume(
+        self, resume: str, optimizer: OptimizerConfig, total_updates: int, complete: Callable[[State, Path], State]
+    ) -> State | None:
         """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
 
-        Everything in it is read and compared with its checksums first. Returns the progress it is of, None where there was
-        none; one of the warm-up before RL is `warming_up`. Checkpoints that are not whole, or not this run's, are named and
-        skipped; this run's later than the one it continues from are moved to `previous_<k>` beside them.
+        All of it is compared with its checksums first. Returns its progress (a warm-up's is `warming_up`), None without one.
+        Others that are not whole, or not this run's, are named and skipped; later ones of it move to `previous_<k>`.
 
         Args:
             optimizer, total_updates: of the run's own steps; a warm-up has those of the section `sft`.
+            complete: adds to a state what its checkpoint has of rollouts, or of prompts, that wait.
 
         Raises:
-            CheckpointError: a given path that is no whole checkpoint; one of another command, model, tokenizer or estimator;
-                none of this run's checkpoints can be continued.
+            CheckpointError: a given path that is none, or not this run's kind; none of the run's can be continued.
         """
         with self.timer.untimed("load", "checking the checkpoint"):
             path = self.run_dir / IDENTITY
@@ -98,7 +99,7 @@ class Checkpoints:
         saved, learner = store.read_state(folder), self._learner
         state = State.of(saved)
         self._check(folder, saved, state)
-        self.continued = folder
+        state, self.continued = complete(state, folder), folder  # may refuse; nothing of the run folder is changed yet
         if changed := compatibility.changed_keys(self.config, folder):
             self._report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
         if learner.algorithm.needs_reference and not state.warming_up and learner.actor.adapters is None:

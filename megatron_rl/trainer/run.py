@@ -149,23 +149,22 @@ class Run:
 
     def resume(self, resume: str, optimizer: OptimizerConfig, total_updates: int) -> bool:
         """Whether there was a checkpoint to continue from: `Checkpoints.resume`."""
-        state = self.checkpoints.resume(resume, optimizer, total_updates)
+        state = self.checkpoints.resume(resume, optimizer, total_updates, self._with_what_waits)
         self.state = state or self.state
-        if (folder := self.checkpoints.continued) is not None:
-            with errors_named(str(folder), as_error=CheckpointError):
-                self.state = self._with_what_waits(folder)
         return state is not None
 
-    def _with_what_waits(self, folder: Path) -> State:
-        """The state with what a checkpoint has of rollouts, or of prompts, that were not trained on yet."""
-        state, prompts = self.state, self.sampler.prompts
-        if (folder / AHEAD).exists():
-            state = replace(state, ahead=unpack_ahead((folder / AHEAD).read_bytes(), self.grid, prompts.train_by_id))
-        if (folder / WAITING).exists() and self.generators is None:
-            state = replace(state, waiting=self.sampler.read_waiting(folder / WAITING))
-        if (folder / LENGTHS).exists():
-            ids = [sample.id for sample in prompts.train]
-            state = replace(state, by_length=LikeLengths.unpack((folder / LENGTHS).read_bytes(), ids))
+    def _with_what_waits(self, state: State, folder: Path) -> State:
+        """The state with what its checkpoint has of rollouts, or of prompts, that were not trained on yet."""
+        prompts = self.sampler.prompts
+        with errors_named(str(folder), as_error=CheckpointError):
+            if (folder / AHEAD).exists():
+                ahead = unpack_ahead((folder / AHEAD).read_bytes(), self.grid, prompts.train_by_id)
+                state = replace(state, ahead=ahead)
+            if (folder / WAITING).exists() and self.generators is None:
+                state = replace(state, waiting=self.sampler.read_waiting(folder / WAITING))
+            if (folder / LENGTHS).exists():
+                ids = [sample.id for sample in prompts.train]
+                state = replace(state, by_length=LikeLengths.unpack((folder / LENGTHS).read_bytes(), ids))
         return state
 
     def hand_device_to_engine(self) -> None:

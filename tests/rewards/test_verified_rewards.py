@@ -29,7 +29,7 @@ def maths() -> Iterator[IsolatedReward]:
     reward = make_reward("math", timeout_seconds=5)
     assert isinstance(reward, IsolatedReward)
     yield reward
-    reward.isolated.close()
+    reward.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def puzzle() -> Iterator[IsolatedReward]:
     reward = make_reward("puzzle", partial=True, timeout_seconds=2)
     assert isinstance(reward, IsolatedReward)
     yield reward
-    reward.isolated.close()
+    reward.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,10 @@ def test_several_boxes_are_one_answer_or_a_set(maths: IsolatedReward) -> None:
     text = r"\boxed{3} and \boxed{4}"
     assert (maths(text, {"answer": "4"}), maths(text, {"answer": r"\{3, 4\}"})) == (1.0, 0.0)
     assert (every(text, {"answer": "4"}), every(text, {"answer": r"\{3, 4\}"})) == (0.0, 1.0)
-    every.isolated.close()
+    helper = every.isolated._helper
+    every.close()
+    assert helper is not None
+    assert helper.poll() is not None, "the helper ends with the reward"
 
 
 def test_the_deadline_holds_in_any_thread(maths: IsolatedReward) -> None:
