@@ -24,7 +24,7 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams import megatron_checkpoint
-from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_steps
+from megatron_rl.seams.megatron import Chunk, Optimizer, State, counts_by_parameter, keeping_adam_steps
 
 _STEP = re.compile(r"step_(\d+)")
 # What a group of parameters takes from a checkpoint. Its options are the recipe's, and each Adam has some that others lack.
@@ -70,7 +70,7 @@ def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Proc
         if problems:
             raise CheckpointError(f"{folder} does not fit this recipe: {summarize(problems)}")
         with _named():
-            state = _load_optimizer(folder, tensors, masters, chunks)
+            state = _load_optimizer(folder, tensors, masters, chunks, counts_by_parameter(optimizer))
         own = [{key: group[key] for key in group.keys() - set(_LOADED)} for group in optimizer.param_groups]
         with keeping_adam_steps(optimizer):
             optimizer.load_state_dict(state)
@@ -173,7 +173,7 @@ def _is_copy(name: str, saved: Mapping[str, manifest.TensorInfo]) -> bool:
     return match is not None and match[1] in saved and saved[match[1]].dtype == "float32"
 
 
-def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequence[Chunk]) -> State:
+def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequence[Chunk], by_parameter: bool) -> State:
     """Fills the model chunks; returns the optimizer's state as Megatron's optimizer wants it.
 
     What is no tensor (groups of parameters, number of steps) was saved in the form of the optimizers that there were then:
@@ -194,7 +194,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     if alike:
         return state
     [step] = steps or {0.0}  # of none Megatron's plain optimizer says nothing
-    return _with_groups(state, optimizer_state, step)
+    return _with_groups(state, optimizer_state, step, by_parameter)
 
 
 def _form(state: State) -> tuple[int | bool, ...]:
@@ -217,8 +217,8 @@ def _steps(state: State | list[State]) -> Iterator[float]:
             yield from _steps(value)
 
 
-def _with_groups(loaded: State, requested: State, step: float) -> State:
-    """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps."""
+def _with_groups(loaded: State, requested: State, step: float, by_parameter: bool) -> State:
+    """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps: `counts_by_parameter`."""
     result = dict(loaded)
     for key, value in requested.items():
         if key == "param_groups":
@@ -228,11 +228,10 @@ def _with_groups(loaded: State, requested: State, step: float) -> State:
             ]
             result[key] = [group | ({"step": type(group["step"])(step)} if "step" in group else {}) for group in groups]
         elif key == "optimizer" or isinstance(key, int):
-            result[key] = _with_groups(loaded.get(key, {}), value, step)
+            result[key] = _with_groups(loaded.get(key, {}), value, step, by_parameter)
         elif key == "state":
-            result[key] = loaded.get(key, {}) | {
-                "common_step": torch.tensor(step)
-            }  # none where this rank's part holds no parameter
+            kept = {"common_step": torch.tensor(step)} if by_parameter else {}
+            result[key] = loaded.get(key, {}) | kept  # nothing loaded where this rank's part holds no parameter
         elif key not in result and not isinstance(value, ShardedBase | dict | list):
             result[key] = value
     return result

@@ -247,6 +247,12 @@ def states_of(part: OptimizerPart, parameter: nn.Parameter) -> dict[str, Tensor]
     return get(parameter)
 
 
+def counts_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether the number of steps lies with each parameter, as of torch's Adam, or with each group of them, as of the fused
+    Adam of Transformer Engine, which takes no other state than its own."""
+    return not any(hasattr(part.optimizer, "name_to_dtype_map") for part in optimizer_parts(optimizer))
+
+
 @contextlib.contextmanager
 def keeping_adam_steps(optimizer: Optimizer) -> Iterator[None]:
     """Around `load_state_dict`: lets the distributed optimizer load the state of torch's Adam.
