@@ -92,7 +92,7 @@ def export(name: str, *arguments: str) -> None:
     python = guest.ENVIRONMENTS / GYMS[name] / "bin" / "python"
     command = [str(python), str(PROGRAMS / f"run_{name}.py"), "export", *arguments]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run(command, check=True, timeout=200, env=environment)
+    subprocess.run(command, check=True, timeout=900, env=environment)
 
 
 def gyms_missing() -> str | None:

@@ -122,7 +122,7 @@ class Job:
     def wait_for_checkpoint(self, step: int) -> None:
         self.wait_for((self.run_dir / "checkpoints" / f"step_{step}" / "manifest.json").exists)
 
-    def finish(self, seconds: float = 150) -> int:
+    def finish(self, seconds: float = 600) -> int:
         """Waits for the end; the exit code. What was printed is in `stdout` and `stderr` then."""
         try:
             code = self.process.wait(seconds)

@@ -139,7 +139,7 @@ def count(cases: list[dict[str, Any]]) -> list[Any]:
     command = [sys.executable, "-m", "tests.planning.counted", json.dumps(cases)]
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1800
+        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600
     )
     answer = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
     assert answer, result.stderr[-3000:]

@@ -318,7 +318,7 @@ def parts(config: Config, model: dict[str, Any], world: int) -> dict[str, float]
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_rl", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def test_the_command() -> None:

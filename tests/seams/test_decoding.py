@@ -25,7 +25,7 @@ QUIET = {
 
 def drawn(model: Path, way: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("decoding.py")), str(model), way]
-    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
