@@ -218,7 +218,8 @@ def _steps(state: State | list[State]) -> Iterator[float]:
 
 
 def _with_groups(loaded: State, requested: State, step: float, by_parameter: bool) -> State:
-    """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps: `counts_by_parameter`."""
+    """Adds to loaded tensors the groups of the optimizer that asked for them, and the number of steps where it counts them:
+    with each parameter (`by_parameter`), or with each group."""
     result = dict(loaded)
     for key, value in requested.items():
         if key == "param_groups":

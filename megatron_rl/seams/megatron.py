@@ -248,8 +248,8 @@ def states_of(part: OptimizerPart, parameter: nn.Parameter) -> dict[str, Tensor]
 
 
 def counts_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether the number of steps lies with each parameter, as of torch's Adam, or with each group of them, as of the fused
-    Adam of Transformer Engine, which takes no other state than its own."""
+    """Tells whether the number of steps lies with each parameter, as of torch's Adam, or with each group of them, as of the
+    fused Adam of Transformer Engine, which refuses a state that it has no dtype for."""
     return not any(hasattr(part.optimizer, "name_to_dtype_map") for part in optimizer_parts(optimizer))
 
 

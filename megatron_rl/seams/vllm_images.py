@@ -92,7 +92,7 @@ def register_images_only(architecture: str, image_processor: Any) -> None:
 
 
 def _model(architecture: str) -> Any:
-    """vLLM's own class of an architecture."""
+    """Returns vLLM's own class of an architecture, whatever was registered in its place."""
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
     module, name = _VLLM_MODELS[architecture]
