@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from megatron_rl.actor import actor
+from megatron_rl.actor import actor, build
 from megatron_rl.seams.megatron_gated_delta import GatedDeltaLayer
 
 _FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name
@@ -17,6 +18,21 @@ _FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_gr
 
 def _as_it_is(value: Tensor, *_: object, **__: object) -> Tensor:
     return value
+
+
+def _marked(ending: str, mark: bool) -> contextlib.AbstractContextManager[object]:
+    """Whether the optimizer step sums the gradients of parameters whose names end so over tensor-parallel ranks."""
+    make = build.build_model
+
+    def built(*arguments: Any) -> list[Any]:
+        chunks = make(*arguments)
+        found = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith(ending)]
+        assert found
+        for parameter in found:
+            parameter.sequence_parallel = mark
+        return chunks
+
+    return mock.patch.object(build, "build_model", built)
 
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
@@ -27,4 +43,10 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "gated norm": lambda: mock.patch.object(GatedDeltaLayer, "_summed", lambda self, gradient: gradient),
     # Of the hidden states that the head takes: each rank's rows of the vocabulary give a share.
     "head": lambda: mock.patch.object(actor, "copy_to_region", _as_it_is),
+    # Ranks have other tokens, and each a router of its own.
+    "router": lambda: _marked("mlp.router.weight", False),
+    # Every rank has the whole matrix, and its own tokens.
+    "latents": lambda: _marked("linear_kv_down_proj.weight", False),
+    # Summed over ranks that share experts, and as Megatron-Core marks it over tensor-parallel ranks again.
+    "expert biases": lambda: _marked("linear_fc2.bias", True),
 }

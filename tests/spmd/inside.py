@@ -17,6 +17,7 @@ import spmd_types as spmd
 import torch
 from megatron.core import utils
 from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.transformer.moe import moe_utils, router
 from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch import Tensor
@@ -39,10 +40,13 @@ class Case:
     variant: str
     sequence: bool
     fault: str = ""
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.variant}{', sequence' * self.sequence}{f', {self.fault}' if self.fault else ''}"
+        experts = f", EP {self.expert} ETP {self.expert_tensor}" if self.expert * self.expert_tensor > 1 else ""
+        return f"{self.variant}{', sequence' * self.sequence}{experts}{f', {self.fault}' if self.fault else ''}"
 
 
 def run(root: str, cases: Sequence[Case]) -> None:
@@ -60,7 +64,10 @@ def run(root: str, cases: Sequence[Case]) -> None:
 def _refused(root: Path, case: Case) -> str:
     config = Config(run_dir=str(root / "run"))
     config.model.dtype = "float32"
-    config.actor.parallel = ParallelConfig(tensor=2, sequence=case.sequence)
+    config.actor.parallel = ParallelConfig(
+        tensor=2, sequence=case.sequence, expert=case.expert, expert_tensor=case.expert_tensor
+    )
+    config.actor.optimizer.distributed = False  # each rank has whole sums
     config.actor.tokens_per_microbatch = 96
     grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
     with FAULTS[case.fault]():
@@ -85,8 +92,8 @@ def parameter_types(actor: Actor) -> dict[Tensor, object]:
         actor.ddp_chunks[0].config.finalize_model_grads_func(actor.ddp_chunks, None)
     types: dict[Tensor, object] = {}
     for parameter in parameters:
-        summed = bool((parameter.main_grad == 3).all())
-        types[parameter] = spmd.R if summed else spmd.V if is_cut(parameter, actor) else spmd.I
+        summed, cut = bool((parameter.main_grad == 3).all()), is_cut(parameter, actor)
+        types[parameter] = spmd.I if summed == cut else spmd.R if summed else spmd.V  # no sum of gradients of parts
     return types
 
 
@@ -108,7 +115,8 @@ def _learn(actor: Actor, micro: MicroBatch, types: dict[Tensor, object]) -> None
         for tensor, of in types.items():
             spmd.assert_type(tensor, {tp: of})
         for module in actor.chunks[0].modules():
-            for value in (*module.buffers(recurse=False), *vars(module).values()):
+            held = vars(module) | vars(getattr(module, "token_dispatcher", module))
+            for value in (*module.buffers(recurse=False), *held.values()):
                 if isinstance(value, Tensor):
                     spmd.assert_type(value, {tp: spmd.R})
         for field in fields(micro):
@@ -131,7 +139,10 @@ def declare() -> None:
         mappings._ReduceScatterToSequenceParallelRegion: _reduce_scattered,
         layers.LinearWithGradAccumulationAndAsyncCommunication: _linear,
         head._TiledLogProbs: _log_probs,
+        moe_utils.RouterGatingLinearFunction: _gated,
+        mappings._AllToAll: _exchanged,
     }
+    router.TopKRouter.gating = _gating
     for local in (utils.MakeViewlessTensor,):
         spmd.register_local_autograd_function(local)
     for function, hook in hooks.items():
@@ -190,3 +201,20 @@ def _log_probs(*, hidden, weight, targets, shard):
     logits = rules.einsum("mk,nk->mn", hidden, weight)
     one = rules.einsum("mn->m", logits)
     return rules.all_reduce(_summand(one, shard.group), shard.group, src=spmd.P, dst=spmd.I), None
+
+
+def _gating(router, input):
+    """As on a GPU, where it moves no weight."""
+    dtype = torch.float32 if router.config.moe_router_dtype == "fp32" else input.dtype
+    return moe_utils.router_gating_linear(input, router.weight, router.bias, dtype)
+
+
+def _gated(*, inp, weight, bias):
+    letters = "ab"[: inp.ndim - 1]
+    output = rules.einsum(f"{letters}k,nk->{letters}n", inp, weight)
+    return output if bias is None else rules.einsum(f"{letters}n,n->{letters}n", output, bias)
+
+
+def _exchanged(*, group, input, output_split_sizes, input_split_sizes):
+    rules.ignore(*(sizes for sizes in (output_split_sizes, input_split_sizes) if isinstance(sizes, Tensor)))
+    return input if group.size() == 1 else rules.all_to_all(input, group, src=spmd.V, dst=spmd.V)

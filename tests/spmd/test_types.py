@@ -14,6 +14,9 @@ from .faults import FAULTS
 from .inside import Case, run
 
 SOUND = [Case(variant, sequence) for variant in ("qwen2", "qwen3", "llama", "qwen3_5") for sequence in (False, True)]
+# Experts, whole on both ranks, half of them on each, and each cut over both; latents that both ranks compute.
+SOUND += [Case("gpt_oss", True), *(Case(mixture, True, expert=2) for mixture in ("gpt_oss", "qwen3_moe", "glm4_moe"))]
+SOUND += [Case("deepseek_v3", True), *(Case(name, True, expert_tensor=2) for name in ("deepseek_v3", "qwen3_5_moe"))]
 # Without sequence parallelism Llama's ranks have the same gradient of every norm: there is nothing to sum.
 SOUND += [Case("llama", False, "norms")]
 BROKEN = {
@@ -22,6 +25,10 @@ BROKEN = {
     Case("qwen2", True, "norms"): "rms_norm",
     Case("qwen3_5", False, "gated norm"): "rms_norm",
     Case("qwen3", False, "head"): "einsum",
+    Case("qwen3_moe", True, "router"): "einsum",
+    Case("deepseek_v3", True, "latents"): "linear",
+    Case("gpt_oss", True, "expert biases"): "mul",
+    Case("gpt_oss", True, "expert biases", expert=2): "mul",
 }
 
 
@@ -30,7 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("types")
     cases = [*SOUND, *BROKEN]
     for variant in {case.variant for case in cases}:
-        tiny.write(root / variant, variant)
+        fewer = {} if variant.startswith("qwen3_5") else {"num_hidden_layers": 2}  # every fourth of it is another
+        tiny.write(root / variant, variant, **fewer)
     spawn(run, 2, str(root), cases)
     return root
 
