@@ -1,9 +1,9 @@
 """Whole runs of many models from one process that has imported torch, Megatron-Core and vLLM: every rank is a fork of it.
 
-Started with a folder that holds `lanes.json` and a folder per model with its `recipe.yaml`. Each model is trained, continued
-from its first checkpoint, and of most the export evaluated (of some also the last checkpoint), each time by what a rank runs,
-`trainer.main.main`. Models of one rank go through two lanes at once; those of two ranks follow one by one. What a rank prints
-is in `<model>/<part>.log`.
+Started with a folder that holds `lanes.json` and a folder per model with its `recipe.yaml`. Each model is trained, most
+are continued from their first checkpoint, and of most the export evaluated (of some also the last checkpoint), each time by
+what a rank runs, `trainer.main.main`. Models of one rank go through two lanes at once; those of two ranks follow one by one.
+What a rank prints is in `<model>/<part>.log`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last chec
 SAME_EXPORT = (
     *("qwen2-tied-PP-2", "qwen3_moe-EP-2", "qwen2_5_vl-TP-2-lora", "qwen2_5_vl-tied-PP-2-frozen"),
     *("qwen3_vl-tied-TP-2-lora", "deepseek_v3-TP-2-EP-2"),
+)
+# Models that are not continued: another of their family is, and what makes them others no checkpoint knows.
+NOT_RESUMED = (
+    *("qwen2-tied", "qwen3-stretched", "qwen3-tied-with-a-copy", "qwen3_moe-tied", "llama3-tied", "mistral-tied"),
+    *("ministral", "qwen3_vl-tied-TP-2-lora", "deepseek_v3-TP-2-EP-2"),
 )
 # Architecture -> its module in vLLM.
 REGISTERED = {
@@ -84,9 +89,12 @@ def model(folder: Path, world: int) -> None:
     if not command(folder, "train", world, "train"):
         return
     shutil.copytree(run, folder / "straight")
-    shutil.rmtree(run / "checkpoints" / LAST)
-    shutil.rmtree(run / "export")
-    if command(folder, "resumed", world, "train") and folder.name not in SAME_EXPORT:
+    if folder.name not in NOT_RESUMED:
+        shutil.rmtree(run / "checkpoints" / LAST)
+        shutil.rmtree(run / "export")
+        if not command(folder, "resumed", world, "train"):
+            return
+    if folder.name not in SAME_EXPORT:
         export = (f"run_dir={folder / 'export'}", f"model.path={run / 'export'}")
         command(folder, "export", world, "evaluate", *export)
         if folder.name in CHECKPOINTS:

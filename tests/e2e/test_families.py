@@ -199,6 +199,8 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
         assert row["actor/grad_norm"] > 0
     exported = json.loads((root / name / "straight/export/config.json").read_text())
     assert exported["architectures"] == read_hf_config(root / name / "model")["architectures"]
+    weights = load_file(root / name / "straight/export/model.safetensors")
+    assert ("lm_head.weight" in weights) == ("tied" not in name)
     if "stretched" in name:
         assert (exported["max_position_embeddings"], exported["rope_parameters"]["rope_type"]) == (256, "yarn")
 
@@ -212,7 +214,7 @@ def test_slices_bring_what_whole_tensors_bring(root: Path, name: str) -> None:
     assert all(int(weights) > 20 and differ == "0" for weights, differ in compared), compared
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in forked.NOT_RESUMED])
 def test_a_resumed_run_ends_at_the_same_weights(root: Path, name: str) -> None:
     ended_well(root / name, "resumed")
     own, want = root / name / "run", root / name / "straight"
@@ -220,7 +222,6 @@ def test_a_resumed_run_ends_at_the_same_weights(root: Path, name: str) -> None:
     assert [untimed(row) for row in rows(own)] == [untimed(row) for row in rows(want)]
     weights = [(run / "export" / "model.safetensors").read_bytes() for run in (own, want)]
     assert weights[0] == weights[1]
-    assert ("lm_head.weight" in load_file(own / "export" / "model.safetensors")) == ("tied" not in name)
 
 
 @pytest.mark.parametrize(
