@@ -240,10 +240,11 @@ def prove(cases: Iterable[Case], root: Path, fault: str = "") -> dict[int, list[
     spawn(run, 1, str(root), [case.alone for case in every], True)
     for world, here in worlds.items():
         spawn(run, world, str(root), here, False, fault)
-    off = [case for case in every if differences(case, root / str(case.number))]
+    found = {case.number: differences(case, root / str(case.number)) for case in every}
+    off = [case for case in every if found[case.number]]
     for shake in range(1, SHAKES + 1) if off else ():
         spawn(run, 1, str(root), [case.alone for case in off], True, "", shake)
-    return {case.number: differences(case, root / str(case.number)) for case in every}
+    return found | {case.number: differences(case, root / str(case.number)) for case in off}
 
 
 def prove_one(case: Case, fault: str = "") -> list[str]:

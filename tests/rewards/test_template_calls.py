@@ -138,7 +138,7 @@ def test_a_turn_is_read_as_it_is_meant_or_not_at_all(parser: ParserName, text: s
 def test_a_long_call_that_breaks_off_is_seen_at_once(parser: ParserName, text: str) -> None:
     start = time.process_time()
     assert read_calls(text, parser) is None
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
