@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_rl.actor import actor, build
 from megatron_rl.seams.megatron_gated_delta import GatedDeltaLayer
 
 _FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name
+
+_GATHER = tensor_parallel.gather_from_sequence_parallel_region
 
 
 def _as_it_is(value: Tensor, *_: object, **__: object) -> Tensor:
@@ -43,6 +47,10 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "gated norm": lambda: mock.patch.object(GatedDeltaLayer, "_summed", lambda self, gradient: gradient),
     # Of the hidden states that the head takes: each rank's rows of the vocabulary give a share.
     "head": lambda: mock.patch.object(actor, "copy_to_region", _as_it_is),
+    # Of keys and values, which all context-parallel ranks' tokens attend to: each rank keeps what its own tokens say.
+    "keys": lambda: mock.patch.object(
+        tensor_parallel, _GATHER.__name__, partial(_GATHER, tensor_parallel_output_grad=False)
+    ),
     # Ranks have other tokens, and each a router of its own.
     "router": lambda: _marked("mlp.router.weight", False),
     # Every rank has the whole matrix, and its own tokens.

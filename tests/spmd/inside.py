@@ -1,6 +1,6 @@
-"""The actor's forward and backward pass under the types of `spmd_types`, which tell what tensor-parallel ranks have of a
-tensor: the same, with the same gradient (I); the same, with shares of a gradient that are still to be summed (R); parts of it
-(V); or shares of a sum (P).
+"""The actor's forward and backward pass under the types of `spmd_types`, which tell what tensor-parallel ranks, or
+context-parallel ones, have of a tensor: the same, with the same gradient (I); the same, with shares of a gradient that are
+still to be summed (R); parts of it (V); or shares of a sum (P).
 
 What a parameter is, the optimizer step says: its gradient is summed over the ranks (R), is not (I), or the ranks have parts
 (V). Whatever mixes them wrongly leaves a gradient that nobody sums, or one that is summed twice, and is refused.
@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from unittest import mock
 
 import spmd_types as spmd
 import torch
@@ -27,26 +28,31 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.schema import Config
+from megatron_rl.modules.layers import PackedAttention
 from megatron_rl.runtime import device, distributed
 from tests.actor.layouts import make_batch
 
 from .faults import FAULTS
 
+_OF_OWN_TOKENS = ("tokens", "positions", "predictors", "own")  # of a micro-batch, with context parallelism
+
 
 @dataclass(frozen=True)
 class Case:
-    """A variant of `tests.models.tiny` over two tensor-parallel ranks; `fault`: one of `FAULTS`."""
+    """A variant of `tests.models.tiny` over two tensor-parallel ranks, or context-parallel ones; `fault`: one of `FAULTS`."""
 
     variant: str
     sequence: bool
     fault: str = ""
     expert: int = 1
     expert_tensor: int = 1
+    context: bool = False
 
     @property
     def name(self) -> str:
         experts = f", EP {self.expert} ETP {self.expert_tensor}" if self.expert * self.expert_tensor > 1 else ""
-        return f"{self.variant}{', sequence' * self.sequence}{experts}{f', {self.fault}' if self.fault else ''}"
+        tokens = ", CP" * self.context + ", sequence" * self.sequence
+        return f"{self.variant}{tokens}{experts}{f', {self.fault}' if self.fault else ''}"
 
 
 def run(root: str, cases: Sequence[Case]) -> None:
@@ -64,8 +70,9 @@ def run(root: str, cases: Sequence[Case]) -> None:
 def _refused(root: Path, case: Case) -> str:
     config = Config(run_dir=str(root / "run"))
     config.model.dtype = "float32"
+    sizes = {"context": 2} if case.context else {"tensor": 2}
     config.actor.parallel = ParallelConfig(
-        tensor=2, sequence=case.sequence, expert=case.expert, expert_tensor=case.expert_tensor
+        **sizes, sequence=case.sequence, expert=case.expert, expert_tensor=case.expert_tensor
     )
     config.actor.optimizer.distributed = False  # each rank has whole sums
     config.actor.tokens_per_microbatch = 96
@@ -88,7 +95,7 @@ def parameter_types(actor: Actor) -> dict[Tensor, object]:
     for chunk in actor.ddp_chunks:
         chunk.zero_grad_buffer()
     with device.megatron():
-        sum((parameter * (actor.grid.tp_rank + 1.0)).sum() for parameter in parameters).backward()
+        sum((parameter * (actor.grid.rank + 1.0)).sum() for parameter in parameters).backward()
         actor.ddp_chunks[0].config.finalize_model_grads_func(actor.ddp_chunks, None)
     types: dict[Tensor, object] = {}
     for parameter in parameters:
@@ -99,32 +106,33 @@ def parameter_types(actor: Actor) -> dict[Tensor, object]:
 
 def is_cut(parameter: Tensor, actor: Actor) -> bool:
     """Whether the ranks have different values of a random model's parameter."""
-    group = actor.parallel.tp.group
-    parts = [torch.empty_like(parameter) for _ in range(actor.grid.tp)]
-    torch.distributed.all_gather(parts, parameter.detach().contiguous(), group=group)
+    parts = [torch.empty_like(parameter) for _ in range(actor.grid.world)]
+    torch.distributed.all_gather(parts, parameter.detach().contiguous())
     return not torch.equal(*parts)
 
 
 def _learn(actor: Actor, micro: MicroBatch, types: dict[Tensor, object]) -> None:
-    tp = actor.parallel.tp.group
+    cut = actor.parallel.cp.size > 1
+    ranks = (actor.parallel.cp if cut else actor.parallel.tp).group
     with (
         device.megatron(),
-        spmd.set_current_mesh([tp]),
+        spmd.set_current_mesh([ranks]),
         typecheck(strict_mode="strict"),
     ):  # the checker sees calls first
         for tensor, of in types.items():
-            spmd.assert_type(tensor, {tp: of})
+            spmd.assert_type(tensor, {ranks: of})
         for module in actor.chunks[0].modules():
             held = vars(module) | vars(getattr(module, "token_dispatcher", module))
             for value in (*module.buffers(recurse=False), *held.values()):
                 if isinstance(value, Tensor):
-                    spmd.assert_type(value, {tp: spmd.R})
+                    spmd.assert_type(value, {ranks: spmd.R})
         for field in fields(micro):
             if isinstance(value := getattr(micro, field.name), Tensor):
-                spmd.assert_type(value, {tp: spmd.R})
+                spmd.assert_type(value, {ranks: spmd.V if cut and field.name in _OF_OWN_TOKENS else spmd.R})
         hidden = actor.forward(actor.ddp_chunks[0], micro, updates=True)
-        spmd.assert_type(hidden, {tp: spmd.V if actor.config.parallel.sequence else spmd.I})
+        spmd.assert_type(hidden, {ranks: spmd.V if cut or actor.config.parallel.sequence else spmd.I})
         log_probs, _ = actor.score(micro, hidden, 1.0, with_entropy=False)
+        spmd.assert_type(log_probs, {ranks: spmd.I})
         log_probs.sum().backward()
 
 
@@ -143,6 +151,7 @@ def declare() -> None:
         mappings._AllToAll: _exchanged,
     }
     router.TopKRouter.gating = _gating
+    PackedAttention._gather = _gathered_tokens
     for local in (utils.MakeViewlessTensor,):
         spmd.register_local_autograd_function(local)
     for function, hook in hooks.items():
@@ -200,6 +209,8 @@ def _log_probs(*, hidden, weight, targets, shard):
     rules.ignore(targets)
     logits = rules.einsum("mk,nk->mn", hidden, weight)
     one = rules.einsum("mn->m", logits)
+    if shard.group.size() == 1:
+        return one, None
     return rules.all_reduce(_summand(one, shard.group), shard.group, src=spmd.P, dst=spmd.I), None
 
 
@@ -218,3 +229,20 @@ def _gated(*, inp, weight, bias):
 def _exchanged(*, group, input, output_split_sizes, input_split_sizes):
     rules.ignore(*(sizes for sizes in (output_split_sizes, input_split_sizes) if isinstance(sizes, Tensor)))
     return input if group.size() == 1 else rules.all_to_all(input, group, src=spmd.V, dst=spmd.V)
+
+
+_gather_tokens, _from_numpy = PackedAttention._gather, torch.from_numpy
+
+
+def _gathered_tokens(attention, shard, lengths):
+    """The places of tokens are known to all ranks; which of them are a rank's own, its number says."""
+    group = attention.context_group
+
+    def places(array):
+        return spmd.assert_type(_from_numpy(array), {group: spmd.R})
+
+    with mock.patch.object(torch, "from_numpy", places):
+        whole, here = _gather_tokens(attention, shard, lengths)
+    with spmd.no_typecheck():
+        own = here.clone()
+    return whole, spmd.assert_type(own, {group: spmd.V})

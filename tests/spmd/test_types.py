@@ -1,5 +1,6 @@
-"""A second proof of gradients over tensor-parallel ranks, independent of any number: the actor's passes have types, in which
-a gradient that nobody sums, or that is summed twice, cannot be written (`spmd_types`, which found upstream's bugs)."""
+"""A second proof of gradients over tensor- and context-parallel ranks, independent of any number: the actor's passes have
+types, in which a gradient that nobody sums, or that is summed twice, cannot be written (`spmd_types`, which found upstream's
+bugs)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ SOUND = [Case(variant, sequence) for variant in ("qwen2", "qwen3", "llama", "qwe
 # Experts, whole on both ranks, half of them on each, and each cut over both; latents that both ranks compute.
 SOUND += [Case("gpt_oss", True), *(Case(mixture, True, expert=2) for mixture in ("gpt_oss", "qwen3_moe", "glm4_moe"))]
 SOUND += [Case("deepseek_v3", True), *(Case(name, True, expert_tensor=2) for name in ("deepseek_v3", "qwen3_5_moe"))]
+SOUND += [Case(variant, False, context=True) for variant in ("qwen3", "qwen3_5", "deepseek_v3")]
+SOUND += [Case("qwen3_moe", False, context=True, expert=2)]
 # Without sequence parallelism Llama's ranks have the same gradient of every norm: there is nothing to sum.
 SOUND += [Case("llama", False, "norms")]
 BROKEN = {
@@ -25,6 +28,7 @@ BROKEN = {
     Case("qwen2", True, "norms"): "rms_norm",
     Case("qwen3_5", False, "gated norm"): "rms_norm",
     Case("qwen3", False, "head"): "einsum",
+    Case("qwen3", False, "keys", context=True): "__getitem__",
     Case("qwen3_moe", True, "router"): "einsum",
     Case("deepseek_v3", True, "latents"): "linear",
     Case("gpt_oss", True, "expert biases"): "mul",
