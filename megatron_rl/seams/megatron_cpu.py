@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,13 +18,30 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
-from torch.overrides import TorchFunctionMode
 
 _CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
+# What makes tensors, where its caller says; of torch and of its tensors.
+_CREATING = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
+    *(
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randint",
+        "randn",
+        "randn_like",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+    ),
+    "zeros_like",
+)
+_CREATING_BY_TENSORS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 _TYPED_CONSTRUCTORS = {
     "FloatTensor": torch.float32,
     "IntTensor": torch.int32,
@@ -142,11 +158,34 @@ def _rotate_packed(
     return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], *settings).squeeze(1)
 
 
-def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object] | None]:
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(create)
+    def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if (isinstance(device, str) and device.startswith("cuda")) or getattr(device, "type", "") == "cuda":
+            kwargs["device"] = "cpu"
+        return create(*args, **kwargs)
+
+    return created
+
+
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs and (name := _CUDA_TYPES.get(tensor.dtype)):
+        return name
+    return torch._C.TensorBase.type(tensor, *args, **kwargs)
+
+
+@functools.cache
+def _replacements() -> dict[tuple[object, str], Any]:
     cuda = _TORCH_CUDA | {
         name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
     }
-    return {(torch.cuda, name): value for name, value in cuda.items()} | {
+    return {
+        **{(torch.cuda, name): value for name, value in cuda.items()},
+        **{(torch, name): _on_cpu(getattr(torch, name)) for name in _CREATING},
+        **{(torch.Tensor, name): _on_cpu(getattr(torch.Tensor, name)) for name in _CREATING_BY_TENSORS},
+        (torch.Tensor, "type"): _type,
+        (torch.Tensor, "cuda"): lambda tensor, *_, **__: tensor,
         (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
@@ -167,49 +206,34 @@ class NoDropoutRngTracker(random.CudaRNGStatesTracker):
         yield
 
 
-class MegatronOnCpu(TorchFunctionMode):
-    """Enter around calls into Megatron-Core. Costs about a microsecond on every torch call made inside."""
+_INHERITED = object()  # of a class that had no attribute of its own
+
+
+class MegatronOnCpu(contextlib.AbstractContextManager["MegatronOnCpu"]):
+    """Enter around calls into Megatron-Core. What is replaced is looked up by name where it is used; a `TorchFunctionMode`
+    would see every call, and make passes through small models a quarter slower."""
 
     current_device: torch.device = torch.device("cpu")  # meta inside `runtime.device.without_content`
     _depth = 0
-    _saved: dict[tuple[ModuleType, str], Callable[..., object]]
+    _saved: dict[tuple[Any, str], object]
 
     def __enter__(self) -> MegatronOnCpu:
         if MegatronOnCpu._depth == 0:
             replacements = _replacements()
-            MegatronOnCpu._saved = {(module, name): getattr(module, name) for module, name in replacements}
-            for (module, name), value in replacements.items():
-                setattr(module, name, value)
+            MegatronOnCpu._saved = {(owner, name): vars(owner).get(name, _INHERITED) for owner, name in replacements}
+            for (owner, name), value in replacements.items():
+                setattr(owner, name, value)
         MegatronOnCpu._depth += 1
-        super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
         MegatronOnCpu._depth -= 1
         if MegatronOnCpu._depth == 0:
-            for (module, name), value in MegatronOnCpu._saved.items():
-                setattr(module, name, value)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return _CUDA_TYPES.get(args[0].dtype) or func(*args)
-        if func is torch.Tensor.cuda:
-            return args[0]
-        device = kwargs.get("device")
-        if device is not None and (
-            (isinstance(device, str) and device.startswith("cuda"))
-            or (isinstance(device, torch.device) and device.type == "cuda")
-        ):
-            kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+            for (owner, name), value in MegatronOnCpu._saved.items():
+                if value is _INHERITED:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
 
 
 def install_rng_tracker() -> None:
