@@ -150,6 +150,11 @@ class Model:
         """Experts of each layer that has some; 0 where there are none."""
         return 0 if self.experts is None else self.experts.count
 
+    @property
+    def said_experts(self) -> str:
+        """How many, as config.json says it: for messages."""
+        return f"{'num_experts' if self.experts is None else self.experts.field} = {self.expert_count}"
+
     @cached_property
     def expert_layers(self) -> frozenset[int]:
         """The layers whose feed-forwards are experts."""

@@ -64,7 +64,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields.only("num_experts", experts)  # transformers' other name of it
     top_k = fields.integer("num_experts_per_tok", fields.get("experts_per_token"))
     fields.only("experts_per_token", top_k)
-    mixture = Experts(experts, top_k, expert_ffn, biases=True)
+    mixture = Experts(experts, top_k, expert_ffn, biases=True, field="num_local_experts")
     routing = mixture.softmax_routing()
     fields.only("swiglu_alpha", _ALPHA)
     fields.only("swiglu_limit", _LIMIT)

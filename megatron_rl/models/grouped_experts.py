@@ -91,4 +91,4 @@ def with_grouped_experts(decoder: ModelDescription, fields: Fields) -> ModelDesc
     predictors = fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0))
     if isinstance(predictors, bool) or not isinstance(predictors, int) or predictors < 0:
         raise ValueError(f"config.json: `num_nextn_predict_layers` = {predictors!r}, expected a number of layers")
-    return decoder.with_experts(Experts(count, top_k, ffn, shared), settings, predictors)
+    return decoder.with_experts(Experts(count, top_k, ffn, shared, field="n_routed_experts"), settings, predictors)

@@ -37,7 +37,7 @@ def _fields_behind(names: set[str], model: Model) -> str:
     if layers and (max(layers) >= dims["layers"] or len(layers) < dims["layers"]):
         hints.append(f"num_hidden_layers = {dims['layers']}")
     if experts and (max(experts) >= model.expert_count or len(experts) < model.expert_count):
-        hints.append(f"num_experts = {model.expert_count}")
+        hints.append(model.said_experts)
     return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
 
 

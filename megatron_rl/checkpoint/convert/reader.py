@@ -73,7 +73,7 @@ class MegatronModel(WeightSource):
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
             raise ValueError(
                 f"{self.folder} does not fit config.json ({model.family.name}, num_hidden_layers = {model.dims['layers']}, "
-                f"num_experts = {model.expert_count}, tie_word_embeddings = {model.description.tied}): it "
+                f"{model.said_experts}, tie_word_embeddings = {model.description.tied}): it "
                 + "; it ".join(problems[:4])
                 + more
             )
@@ -197,10 +197,9 @@ class MegatronModel(WeightSource):
             expected[0] = self._rows_apart(rule)[part]
         stacked = leading(rule, self._model)
         before = stacked[len(stacked) - len(lead) :]
-        experts = self._model.expert_count
-        symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {experts}"][: len(before)]
+        symbols = [f"num_hidden_layers = {dims['layers']}", self._model.said_experts][: len(before)]
         if rule.per_expert and len(lead) == 1:
-            before, symbols = (experts,), [f"num_experts = {experts}"]
+            before, symbols = (self._model.expert_count,), [self._model.said_experts]
         expected_shape = (*before, *expected)
         fits = len(shape) == len(expected_shape) and all(
             a == b or (rule.sharding is Sharding.VOCAB and axis == len(before) and a > b)
