@@ -177,6 +177,8 @@ def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _replacements() -> dict[tuple[object, str], Any]:
+    with torch.device("cpu"):
+        torch.empty(0)  # which functions take a device, such a context looks up once: it is to find torch's own
     cuda = _TORCH_CUDA | {
         name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
     }

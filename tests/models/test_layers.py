@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.modules.layers import PackedAttention
+from megatron_rl.seams import megatron_cpu
 from megatron_rl.seams.megatron_cpu import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
 
 
@@ -126,6 +127,16 @@ def test_the_adapter_answers_for_cuda_and_leaves_no_trace() -> None:
     assert torch.zeros(2).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")
+def test_within_the_adapter_a_device_s_context_still_decides() -> None:
+    megatron_cpu._replacements.cache_clear()
+    torch.utils._device._device_constructors.cache_clear()  # as in a new process
+    with MegatronOnCpu(), torch.device("meta"):
+        assert torch.empty(2).is_meta
+        assert torch.tensor([1.0]).is_meta
+        assert not torch.zeros(2, device="cuda").is_meta
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")
