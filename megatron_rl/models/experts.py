@@ -57,8 +57,8 @@ def in_layers(rules: Iterable[Rule], layers: range | tuple[int, ...]) -> tuple[R
 @dataclass(frozen=True)
 class Experts:
     """The experts of a layer: `count` gated feed-forwards of `ffn` numbers, of which a token goes to `top_k`; and, where
-    `shared` is not 0, one of that many numbers that all tokens go to. With `biases` experts' matrices have some. `field`: of
-    config.json, that says how many there are."""
+    `shared` is not 0, one of that many numbers that all tokens go to. With `biases` experts' matrices have some. `field`
+    is config.json's name of `count`."""
 
     count: int
     top_k: int

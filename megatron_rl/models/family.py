@@ -14,7 +14,7 @@ from megatron_rl.models.expert_stacks import Stacking
 from megatron_rl.models.experts import Experts
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rope import Rope, read_rope
-from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
+from megatron_rl.models.rules import DIM_FIELDS, INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
 
 Setting = bool | int | float | str | list[int] | tuple[int, int]
 Settings = dict[str, Setting]
@@ -152,8 +152,12 @@ class Model:
 
     @property
     def said_experts(self) -> str:
-        """How many, as config.json says it: for messages."""
+        """Returns the number of experts for a message, by the name that config.json has for it."""
         return f"{'num_experts' if self.experts is None else self.experts.field} = {self.expert_count}"
+
+    def said(self, symbol: str) -> str:
+        """Returns a size for a message, by the names that config.json has for it."""
+        return self.said_experts if symbol == "experts" else f"{DIM_FIELDS[symbol]} = {self.dims[symbol]}"
 
     @cached_property
     def expert_layers(self) -> frozenset[int]:

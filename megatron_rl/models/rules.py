@@ -26,7 +26,7 @@ DIM_FIELDS: Mapping[str, str] = {
     "q": "num_attention_heads * head_dim",
     "kv": "num_key_value_heads * head_dim",
     "ffn": "intermediate_size",
-    "experts": "num_experts, num_local_experts or n_routed_experts",
+    "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",

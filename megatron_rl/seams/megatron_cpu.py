@@ -24,22 +24,11 @@ _CUDA_TYPES = {
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
-# What makes tensors, where its caller says; of torch and of its tensors.
+# Functions, and methods of a tensor, that create tensors on the device that they are called with.
 _CREATING = (
     *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
-    *(
-        "ones_like",
-        "rand",
-        "rand_like",
-        "randint",
-        "randn",
-        "randn_like",
-        "randperm",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-    ),
-    "zeros_like",
+    *("ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "scalar_tensor", "tensor"),
+    *("zeros", "zeros_like"),
 )
 _CREATING_BY_TENSORS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 _TYPED_CONSTRUCTORS = {
@@ -178,7 +167,7 @@ def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _replacements() -> dict[tuple[object, str], Any]:
     with torch.device("cpu"):
-        torch.empty(0)  # which functions take a device, such a context looks up once: it is to find torch's own
+        torch.empty(0)  # torch's device contexts look up once which functions take a device: they must not find ours
     cuda = _TORCH_CUDA | {
         name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
     }
@@ -208,7 +197,7 @@ class NoDropoutRngTracker(random.CudaRNGStatesTracker):
         yield
 
 
-_INHERITED = object()  # of a class that had no attribute of its own
+_INHERITED = object()  # the class has no attribute of that name itself: its base has
 
 
 class MegatronOnCpu(contextlib.AbstractContextManager["MegatronOnCpu"]):

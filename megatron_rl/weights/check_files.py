@@ -6,7 +6,7 @@ import re
 
 from megatron_rl.base.block_fp8 import DTYPE, SCALE
 from megatron_rl.models.family import Model
-from megatron_rl.models.rules import DIM_FIELDS, Dims, Rule
+from megatron_rl.models.rules import Rule
 from megatron_rl.weights.files import WeightSource
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -59,7 +59,7 @@ def check_tied(files: WeightSource, model: Model) -> None:
         )
 
 
-def check_tensors(rule: Rule, files: WeightSource, dims: Dims) -> None:
+def check_tensors(rule: Rule, files: WeightSource, model: Model) -> None:
     """Compare the file's shapes with the config's, and refuse dtypes that mean nothing without scales."""
     for tensor in rule.hf:
         dtype = files.dtype(tensor.name)
@@ -69,10 +69,10 @@ def check_tensors(rule: Rule, files: WeightSource, dims: Dims) -> None:
                 f"{tensor.name} in {files.file_of(tensor.name)} has dtype {dtype}, "
                 f"expected one of {', '.join(_DTYPES)}: {why}"
             )
-        found, expected = files.shape(tensor.name), tensor.sizes(dims)
+        found, expected = files.shape(tensor.name), tensor.sizes(model.dims)
         if found != expected:
             wrong = [s for s, a, b in zip(tensor.shape, found, expected, strict=False) if a != b] or list(tensor.shape)
-            fields = ", ".join(f"{DIM_FIELDS[symbol]} = {dims[symbol]}" for symbol in wrong)
+            fields = ", ".join(map(model.said, wrong))
             raise ValueError(
                 f"{tensor.name} in {files.file_of(tensor.name)} has shape {found}, "
                 f"but config.json makes it {expected} ({fields})"

@@ -45,6 +45,7 @@ def load_hf_weights(
     for weight in local_weights(model_chunks, model, parallel):
         axis = split_axis(weight.rule, parallel)
         dims = weight_dims(tuple(weight.parameter.shape), weight.rule, model.dims, axis.size)
+        check_tensors(weight.rule, files, model)
         _fill(weight, files, dims, axis.rank, axis.size)
     check_tied(files, model)
 
@@ -73,7 +74,6 @@ def weight_dims(shape: tuple[int, ...], rule: Rule, dims: Dims, tp: int) -> Dims
 
 def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: int) -> None:
     rule, target = weight.rule, _writable(weight.parameter)
-    check_tensors(rule, files, dims)
     at = 0
     for piece in shard_slices(rule, dims, rank, tp):
         source = files.read(rule.hf[piece.tensor].name, rule.dim, piece.start, piece.stop)

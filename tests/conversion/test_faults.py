@@ -214,15 +214,18 @@ def test_a_config_with_other_experts(tmp_path: Path) -> None:
     to_megatron(source, tmp_path / "megatron")
     set_config(source, num_experts=4, num_local_experts=4)
     refused(ToMegatron(source, Layout()), tmp_path / "out", "num_experts = 4")
-    refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", "experts = 4")
+    refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", "num_experts = 4")
 
 
-def test_what_config_json_calls_the_number_of_experts(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "glm4_moe")
+@pytest.mark.parametrize(
+    ("variant", "field", "count"), [("glm4_moe", "n_routed_experts", 8), ("gpt_oss", "num_local_experts", 4)]
+)
+def test_what_config_json_calls_the_number_of_experts(tmp_path: Path, variant: str, field: str, count: int) -> None:
+    source = tiny.write(tmp_path / "source", variant)
     to_megatron(source, tmp_path / "megatron")
-    set_config(source, n_routed_experts=8)
-    refused(ToMegatron(source, Layout()), tmp_path / "out", " n_routed_experts = 8")
-    refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", " n_routed_experts = 8")
+    set_config(source, **{field: count})
+    refused(ToMegatron(source, Layout()), tmp_path / "out", f"{field} = {count}")
+    refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", f"{field} = {count}")
 
 
 def test_more_experts_per_token_than_experts(tmp_path: Path) -> None:

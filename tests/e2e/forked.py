@@ -36,10 +36,10 @@ SAME_EXPORT = (
     *("qwen2-tied-PP-2", "qwen3_moe-EP-2", "qwen2_5_vl-TP-2-lora", "qwen2_5_vl-tied-PP-2-frozen"),
     *("qwen3_vl-tied-TP-2-lora", "deepseek_v3-TP-2-EP-2"),
 )
-# Models that are not continued: another of their family is, and what makes them others no checkpoint knows.
+# Models that are not continued from a checkpoint: one of their family is, and one that is tied where they are.
 NOT_RESUMED = (
     *("qwen2-tied", "qwen3-stretched", "qwen3-tied-with-a-copy", "qwen3_moe-tied", "llama3-tied", "mistral-tied"),
-    *("ministral", "qwen3_vl-tied-TP-2-lora", "deepseek_v3-TP-2-EP-2"),
+    "ministral",
 )
 # Architecture -> its module in vLLM.
 REGISTERED = {

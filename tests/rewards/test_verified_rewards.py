@@ -110,7 +110,7 @@ def test_the_deadline_holds_in_any_thread(maths: IsolatedReward) -> None:
     thread.start()
     thread.join(60)
     assert found == [0.0]
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 30
     assert maths.isolated.timeouts == before + 1
     assert maths(r"\boxed{12}", {"answer": "12"}) == 1.0  # and the next answer is scored by a fresh helper
 

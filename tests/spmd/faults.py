@@ -25,7 +25,7 @@ def _as_it_is(value: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _marked(ending: str, mark: bool) -> contextlib.AbstractContextManager[object]:
-    """Whether the optimizer step sums the gradients of parameters whose names end so over tensor-parallel ranks."""
+    """Sets the mark by which gradients are summed over tensor-parallel ranks, of parameters whose names end so."""
     make = build.build_model
 
     def built(*arguments: Any) -> list[Any]:
@@ -47,14 +47,14 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "gated norm": lambda: mock.patch.object(GatedDeltaLayer, "_summed", lambda self, gradient: gradient),
     # Of the hidden states that the head takes: each rank's rows of the vocabulary give a share.
     "head": lambda: mock.patch.object(actor, "copy_to_region", _as_it_is),
-    # Of keys and values, which all context-parallel ranks' tokens attend to: each rank keeps what its own tokens say.
+    # Of keys and values: each context-parallel rank drops the gradients from the other ranks' queries.
     "keys": lambda: mock.patch.object(
         tensor_parallel, _GATHER.__name__, partial(_GATHER, tensor_parallel_output_grad=False)
     ),
-    # Ranks have other tokens, and each a router of its own.
+    # Each rank routes its own tokens with its own copy of the router.
     "router": lambda: _marked("mlp.router.weight", False),
-    # Every rank has the whole matrix, and its own tokens.
+    # Each rank multiplies its own tokens with its own copy of the matrix.
     "latents": lambda: _marked("linear_kv_down_proj.weight", False),
-    # Summed over ranks that share experts, and as Megatron-Core marks it over tensor-parallel ranks again.
+    # Summed over tensor-parallel ranks too, as Megatron-Core marks them.
     "expert biases": lambda: _marked("linear_fc2.bias", True),
 }

@@ -100,7 +100,9 @@ def parameter_types(actor: Actor) -> dict[Tensor, object]:
     types: dict[Tensor, object] = {}
     for parameter in parameters:
         summed, cut = bool((parameter.main_grad == 3).all()), is_cut(parameter, actor)
-        types[parameter] = spmd.I if summed == cut else spmd.R if summed else spmd.V  # no sum of gradients of parts
+        types[parameter] = (
+            spmd.I if summed == cut else spmd.R if summed else spmd.V
+        )  # a sum over different parts is wrong: refused as I
     return types
 
 
@@ -215,7 +217,7 @@ def _log_probs(*, hidden, weight, targets, shard):
 
 
 def _gating(router, input):
-    """As on a GPU, where it moves no weight."""
+    """Computes the router's logits without moving its weight, as Megatron-Core does on a GPU."""
     dtype = torch.float32 if router.config.moe_router_dtype == "fp32" else input.dtype
     return moe_utils.router_gating_linear(input, router.weight, router.bias, dtype)
 
@@ -235,7 +237,7 @@ _gather_tokens, _from_numpy = PackedAttention._gather, torch.from_numpy
 
 
 def _gathered_tokens(attention, shard, lengths):
-    """The places of tokens are known to all ranks; which of them are a rank's own, its number says."""
+    """Gives types to the indices: where tokens lie is the same on all ranks, which are this rank's own is not."""
     group = attention.context_group
 
     def places(array):

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading, section_names
 from megatron_rl.models.family import Family, Model
-from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
+from megatron_rl.models.rules import Rule, Sharding, shard_shape, shard_slices
 from megatron_rl.weights.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
 
 if TYPE_CHECKING:
@@ -214,9 +214,7 @@ class MegatronModel(WeightSource):
             if axis < len(before):
                 fields.append(symbols[axis])
             elif axis < len(expected_shape):
-                fields += [
-                    f"{DIM_FIELDS[s]} = {dims[s]}" for s in dict.fromkeys(t.shape[axis - len(before)] for t in rule.hf)
-                ]
+                fields += [self._model.said(s) for s in dict.fromkeys(t.shape[axis - len(before)] for t in rule.hf)]
         raise ValueError(
             f"{self.folder}: tensor {name} has shape {shape}, but config.json makes it {expected_shape} ({', '.join(fields)})"
         )

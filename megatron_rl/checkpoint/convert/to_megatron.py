@@ -165,7 +165,7 @@ def _planned(task: ToMegatron) -> _Plan:
         programs.check(model)
     check_names(source, model)
     for rule in model.weights():
-        check_tensors(rule, source, model.dims)
+        check_tensors(rule, source, model)
     check_tied(source, model)
     everything = list(chunks(model, task.layout))
     dtypes = _dtypes(everything, source, model, task.dtype)
