@@ -8,20 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.random_layouts.draw import (
-    DIVISIONS,
-    FAMILIES,
-    IMPOSSIBLE,
-    Cut,
-    command,
-    divides,
-    draw,
-    overridden,
-    overrides_of,
-    refusals,
-    wanted,
-)
-from tests.random_layouts.prove import differences, prove, shrunk
+from tests.random_layouts.cases import DIVISIONS, FAMILIES, IMPOSSIBLE, Cut, divides, refusals
+from tests.random_layouts.draw import draw, wanted
+from tests.random_layouts.prove import differences, prove
+from tests.random_layouts.smaller import command, overridden, overrides_of, shrunk
 from tests.tolerance import RELATIVE
 
 # Latents with a checkpoint to another layout; gated-delta layers over tensor-parallel ranks.

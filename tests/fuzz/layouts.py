@@ -8,8 +8,9 @@ import warnings
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # as tests/conftest.py
 
 from tests.fuzz.loop import run
-from tests.random_layouts.draw import command, draw
+from tests.random_layouts.draw import draw
 from tests.random_layouts.prove import prove_one
+from tests.random_layouts.smaller import command
 
 
 def try_case(number: int) -> None:

@@ -21,10 +21,12 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # as tests/conftest.py
 
 import numpy as np
 
-from .draw import DIVISIONS, FAMILIES, IMPOSSIBLE, attempt, command, draw, overridden, refusals
-from .prove import prove, prove_one, shrunk
+from .cases import DIVISIONS, FAMILIES, IMPOSSIBLE, refusals
+from .draw import attempt, draw
+from .prove import prove, prove_one
+from .smaller import command, overridden, shrunk
 
-LOT = 40  # cases that share worlds
+LOT = 200  # cases that share worlds
 
 
 def main() -> int:
@@ -40,7 +42,7 @@ def main() -> int:
         print_refusals()
         return 0
     if args.count:
-        return prove_many(range(args.number, args.number + args.count))
+        return prove_many(range(args.number, args.number + args.count), args.fault)
     case = overridden(draw(args.number), dict(text.split("=", 1) for text in args.overrides))
     print(case)
     if refused := refusals(case):
@@ -56,16 +58,16 @@ def main() -> int:
     return 1
 
 
-def prove_many(numbers: Sequence[int]) -> int:
+def prove_many(numbers: Sequence[int], fault: str) -> int:
     """Draws lot by lot: worlds are started once for each. Returns 1 where one fails."""
     begin, failed = time.perf_counter(), 0
     for at in range(0, len(numbers), LOT):
         lot = [draw(number) for number in numbers[at : at + LOT]]
         with TemporaryDirectory() as root:
             try:
-                found = prove(lot, Path(root))
+                found = prove(lot, Path(root), fault)
             except Exception:  # a rank's error ends its world: whose it is, each alone says
-                found = {case.number: prove_one(case) for case in lot}
+                found = {case.number: prove_one(case, fault) for case in lot}
         for number, differences in found.items():
             if differences:
                 failed += 1
