@@ -78,6 +78,17 @@ class Counts:
     example: str = ""
     traffic: Traffic = field(default_factory=Traffic)
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Counts:
+        """Undoes `plain`."""
+        traffic, no_score = Traffic(**plain["traffic"]), Counter[str](plain["no_score"])
+        return cls(plain["scored"], plain["cache_hits"], no_score, plain["example"], traffic)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        counts = {"scored": self.scored, "cache_hits": self.cache_hits, "no_score": dict(self.no_score)}
+        return counts | {"example": self.example, "traffic": asdict(self.traffic)}
+
     def __iadd__(self, other: Counts) -> Counts:
         self.scored += other.scored
         self.cache_hits += other.cache_hits

@@ -55,6 +55,18 @@ class ScoringStats:
         self.started, self.early = self.started + other.started, self.early + other.early
         return self
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> ScoringStats:
+        """Undoes `plain`."""
+        stats = cls(dict(plain["timeouts"]), started=plain["started"], early=plain["early"])
+        stats.remote |= {name: (Counts.of(counts), {}) for name, counts in plain["remote"].items()}
+        return stats
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, without answers."""
+        remote = {name: counts.plain() for name, (counts, _) in self.remote.items()}
+        return {"timeouts": self.timeouts, "remote": remote, "started": self.started, "early": self.early}
+
     def metrics(self) -> dict[str, float]:
         """Timeouts, overlap with generation, and the counts of remote rewards."""
         metrics = {f"reward_timeouts/{column}": float(count) for column, count in self.timeouts.items()}

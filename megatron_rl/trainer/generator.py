@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.rollout.ahead import hand_over, send_to_rank0
+from megatron_rl.rollout.ahead import Batch, hand_over, send_to_rank0
 from megatron_rl.rollout.partial import WAITING, Waiting, pack
 from megatron_rl.rollout.split_sync import RemoteWeights, Subscriber
 from megatron_rl.rollout.sync import make_sync
@@ -33,6 +33,7 @@ from megatron_rl.trainer.evaluate import evaluate, evaluates
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.state import State
+from megatron_rl.trainer.step_counts import StepCounts
 
 _BEGIN = "split/begin"  # in the store of the run: where the generators begin, or that they need not
 _LOOK = 0.2  # seconds between two looks at it
@@ -121,7 +122,8 @@ def generate_ahead(run: GeneratorRun) -> None:
         run.timer.start(number)
         batch, state = sampler.batch(number, state, run.greedy, lambda: None)
         seconds = {name: value for name, value in run.timer.take().items() if name != "timing_s/step"}
-        batch = replace(batch, metrics=sampler.take_counters(), seconds=seconds)
+        metrics, counts = sampler.take_counts()
+        batch = replace(batch, metrics=metrics, counts=counts.plain(), seconds=seconds)
         with run.timer.untimed("wait"):
             signum, saves = _meet(grid, run.stop, saves=number == steps)  # what waits then is in the last checkpoint
             hand_over(grid, batch, samples)
@@ -163,8 +165,9 @@ def _take_weights(
         with run.timer.untimed("sync_check"):
             subscriber.check()
     if evaluated:
-        scores = evaluate(run.sampler, run.report, step, run.config.trainer.steps) | run.sampler.take_counters()
-        run.grid.everyone.broadcast((scores, run.report.take()), source=run.grid.learners)
+        scores = evaluate(run.sampler, run.report, step, run.config.trainer.steps)
+        _, counts = run.sampler.take_counts()
+        run.grid.everyone.broadcast((scores, counts, run.report.take()), source=run.grid.learners)
 
 
 def _meet(grid: ProcessGrid, stop: StopFlag, saves: bool = False) -> tuple[int, bool]:
@@ -185,6 +188,7 @@ class Generators:
         self._is_partial = config.rollout.partial is not None
         self._samples = samples
         self._told = False
+        self._counts = StepCounts()  # of evaluations, until a step has taken them
         self.signum = 0  # what stops the run before the next step
 
     def begin(self, state: State, evaluates: bool, continued: Path | None) -> None:
@@ -215,9 +219,19 @@ class Generators:
 
     def scores(self) -> dict[str, float]:
         """The metrics of an evaluation; waits for it."""
-        scores, said = self._grid.everyone.broadcast((dict[str, float](), _Said()), source=self._grid.learners)
+        told = dict[str, float](), StepCounts(), _Said()
+        scores, counts, said = self._grid.everyone.broadcast(told, source=self._grid.learners)
+        self._counts += counts
         self._say(said)
         return scores
+
+    def take_counters(self, batch: Batch | None) -> dict[str, float]:
+        """Metrics of a step's sampling and scoring and of the evaluation after it; None: of an evaluation alone."""
+        counts, self._counts = self._counts, StepCounts()
+        if batch is None:
+            return counts.metrics()
+        counts += StepCounts.of(batch.counts)
+        return {**batch.metrics} | counts.metrics()
 
     def _say(self, said: _Said) -> None:
         for method, arguments in said:

@@ -39,7 +39,7 @@ def train(run: Run, resume: str) -> None:
     run.report.begin("RL", run.state.step, config.trainer.steps)
     if not resumed:  # every checkpoint, also that of step 0, is written after this
         scores = run.evaluate(step=0)
-        run.report.log(0, scores | run.sampler.take_counters() | run.timer.memory.metrics())
+        run.report.log(0, scores | run.take_counters() | run.timer.memory.metrics())
         if config.checkpoint.every:
             run.hand_device_to_actor()
             checkpoints.save(run.state, scores)
@@ -107,7 +107,7 @@ def step(run: Run) -> None:
     metrics |= throughput(rollouts, seconds) | seconds
     if evaluates(config, number):
         metrics |= run.evaluate(number)
-    metrics |= dict(batch.metrics) | sampler.take_counters() | run.timer.memory.metrics()
+    metrics |= run.take_counters(batch) | run.timer.memory.metrics()
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:
         shown = fetch_to_rank0(run.grid, rollouts, count, sampler.tokenizer)

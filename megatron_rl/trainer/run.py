@@ -143,6 +143,12 @@ class Run:
         with self.timer.untimed("wait", "waiting for the evaluation"):
             return self.generators.scores()
 
+    def take_counters(self, batch: Batch | None = None) -> dict[str, float]:
+        """Metrics of sampling and scoring since the last call. `batch`: the step's; None: of an evaluation alone."""
+        if self.generators is None:
+            return self.sampler.take_counters()
+        return self.generators.take_counters(batch)
+
     def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
         """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
         return self.learner.score(*self.sampler.sequences_to_check(rollouts))

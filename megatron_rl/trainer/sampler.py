@@ -20,7 +20,7 @@ from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollout, Rollouts, scored_sample
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.rewards import Scorer, ScoringStats
+from megatron_rl.rewards import Scorer
 from megatron_rl.rollout.ahead import Batch
 from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import Engine, Failure
@@ -37,6 +37,7 @@ from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.resampling import distinct, sample_with_signal
 from megatron_rl.trainer.shown import decode
 from megatron_rl.trainer.state import State
+from megatron_rl.trainer.step_counts import StepCounts
 from megatron_rl.trainer.turn_credit import turn_rewards, turns_of
 
 
@@ -61,13 +62,12 @@ class Sampler:
         if prompts.train:
             self.order = make_order([sample.task for sample in prompts.train], prompts.weights, config.seed)
         self._counters: dict[str, float] = {}  # of the current step
-        self._scored = ScoringStats()  # what slow rewards did in it
+        self._counts = StepCounts()  # beside them, as of its evaluation
         self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
         self._engine: Engine | None = None  # until `use`
         self.max_scored = 0  # tokens of the longest sequence that the check of a weight sync takes; until `use`
         self._conversations: Conversations | None = None  # until a prompt has an agent
         self._read = Counter[str]()  # see `Conversations.take_read`; of all engines, in the current step
-        self._drafts = Counter[str]()  # see `Drafts.take_counts`; of all engines, in the current step
         self.journal: Path | None = None  # where training's conversations are recorded, to go on with after a kill
         self.weights = ""  # tells the bits of the engine's weights from others, where there is a journal
 
@@ -273,7 +273,7 @@ class Sampler:
         if (drafts := self.engine.drafts) is not None:
             engine = self.grid.engine
             for rank, counts in enumerate(self.grid.all_gather(drafts.take_counts())):
-                self._drafts += counts if rank % engine.size == 0 else Counter()
+                self._counts.drafts += counts if rank % engine.size == 0 else Counter()
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         return rollouts
@@ -340,19 +340,19 @@ class Sampler:
         stats = self.scorer.take_stats()
         for report in self.grid.all_gather(stats) if self.scorer.starts_early else [stats]:
             self.scorer.learn(report)
-            self._scored += report
-        self._counters |= self._scored.metrics()
-        self._report.missing_scores(self._scored)
+            self._counts.scoring += report
+        self._report.missing_scores(self._counts.scoring)
 
     def take_counters(self) -> dict[str, float]:
         """Metrics of sampling and scoring since the last call."""
-        counters, self._counters, self._scored = self._counters, {}, ScoringStats()
-        drafts, self._drafts = self._drafts, Counter()
-        if drafts["drafted"]:
-            counters["rollouts/draft_acceptance"] = drafts["accepted"] / drafts["drafted"]
-            counters["rollouts/drafted_share"] = drafts["accepted"] / drafts["drawn"]
-            counters["rollouts/drafted_share_below"] = drafts["accepted"] / drafts["drawn_below"]
-        return counters
+        counters, counts = self.take_counts()
+        return counters | counts.metrics()
+
+    def take_counts(self) -> tuple[dict[str, float], StepCounts]:
+        """The same, with what an evaluation counts too still as counts."""
+        taken = self._counters, self._counts
+        self._counters, self._counts = {}, StepCounts()
+        return taken
 
     def reward_table(self, rollouts: Rollouts, greedy: Rollouts | None = None) -> RewardTable:
         """A step's rewards, [prompts, group size, columns]; float64. `greedy`: one scored greedy rollout per sample."""

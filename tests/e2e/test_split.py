@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rewards import chat_server
 
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config
@@ -30,9 +31,14 @@ EVERY_SAMPLE = "logging.samples_per_step=32"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never interrupted."""
-    job = Job(tmp_path_factory.mktemp("split"), *SPLIT, EVERY_SAMPLE)
-    job.succeed()
+    """Never interrupted. A judge is asked, whose scores weigh nothing."""
+    with chat_server.serving(lambda number, body: "score: 0.5") as judge:
+        asks = ("rewards.judge.reward=judge", "rewards.judge.weight=0", "rewards.judge.when_needed=false")
+        asks += ("rewards.judge.params.model=m",)
+        job = Job(
+            tmp_path_factory.mktemp("split"), *SPLIT, EVERY_SAMPLE, *asks, f"rewards.judge.params.urls={judge.url}"
+        )
+        job.succeed()
     return job.run_dir
 
 
@@ -72,8 +78,12 @@ def test_the_metrics_say_how_old_the_batch_is(run: Path) -> None:
         assert 0.5 * row["timing_s/step"] - 1 < parts < row["timing_s/step"], "generation is beside it"
         assert row["timing_s/generate"] > 0
         assert "timing_s/reward" in row
-    assert "eval/held_out/avg@1" in rows(run)[0].keys() & rows(run)[2].keys() & rows(run)[STEPS].keys()
-    assert (run / "samples" / f"eval_held_out_step_{STEPS}.jsonl").is_file()
+    evaluated = [row["step"] for row in rows(run) if "eval/held_out/avg@1" in row]
+    assert evaluated == [0, 2, STEPS]
+    questions = len((run / "samples" / f"eval_held_out_step_{STEPS}.jsonl").read_text().splitlines())
+    for row in rows(run):
+        asked = 32 * (row["step"] > 0) + questions * (row["step"] in evaluated)
+        assert (row["judge/scored"], row["judge/no_score"]) == (asked, 0), "of the step and of the evaluation after it"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,7 @@ def test_when_a_generator_dies_the_run_ends_by_name_and_goes_on_to_the_same_bits
 
 
 def test_neither_the_number_of_engines_nor_the_way_of_the_weights_changes_a_bit(run: Path, tmp_path: Path) -> None:
-    """Two engines; whole tensors; a signal, after which the run goes on."""
+    """Two engines; whole tensors; no judge; a signal, after which the run goes on."""
     two = (*SPLIT[2:], "launch.processes=4", "launch.generators=2", "rollout.sync=whole", EVERY_SAMPLE)
     stopped = Job(tmp_path, *two)
     stopped.wait_for_step(1)
@@ -116,7 +126,7 @@ def test_neither_the_number_of_engines_nor_the_way_of_the_weights_changes_a_bit(
     job.succeed()
     assert "continuing after step " in job.stdout
     for mine, theirs in zip(rows(job.run_dir), rows(run), strict=True):
-        assert untimed(mine) == untimed(theirs)
+        assert untimed(mine) == {name: value for name, value in untimed(theirs).items() if "judge" not in name}
     exports = [(folder / "export" / "model.safetensors").read_bytes() for folder in (run, job.run_dir)]
     assert exports[0] == exports[1]
 

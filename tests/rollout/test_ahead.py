@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts, Segment, Turns
 from megatron_rl.data.sample import Sample
+from megatron_rl.rewards import ScoringStats
+from megatron_rl.rewards.remote import Counts
 from megatron_rl.rollout.ahead import _OF_CONVERSATION, Batch, pack, unpack
 from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.runtime.http import Traffic
+from megatron_rl.trainer.step_counts import StepCounts
 
 EXPERTS = np.dtype((np.uint16, (3, 2)))
+ASKED = Counts(5, 1, Counter(failed=2, expired=1), "no reply", Traffic(requests=4, retries=1, latencies=[0.5, 1.5]))
+COUNTS = StepCounts(
+    ScoringStats({"slow": 2}, {"judge": (ASKED, {})}, 7, 3),
+    Counter(drafted=10, accepted=4, drawn=40, drawn_below=20),
+)
 
 
 def drawn(sample: Sample, index: int, rng: np.random.Generator) -> Rollout:
@@ -45,7 +56,7 @@ def batch() -> Batch:
     )
     rollouts.rewards[4, 1] = np.nan
     greedy = Rollouts(samples, 1, facts[::2].copy(), {}, columns=("a", "b"), rewards=rng.normal(size=(3, 2)))
-    return Batch(rollouts, greedy, {"rollouts/sampled": 6.0}, {"timing_s/generate": 1.5})
+    return Batch(rollouts, greedy, {"rollouts/sampled": 6.0}, COUNTS.plain(), {"timing_s/generate": 1.5})
 
 
 def test_a_batch_comes_back_as_it_was(batch: Batch) -> None:
@@ -53,6 +64,7 @@ def test_a_batch_comes_back_as_it_was(batch: Batch) -> None:
     assert content is not None
     again = unpack(content, ALONE, samples)
     assert (again.metrics, again.seconds) == (batch.metrics, batch.seconds)
+    assert StepCounts.of(again.counts) == COUNTS
     for mine, theirs in ((again.rollouts, batch.rollouts), (again.greedy, batch.greedy)):
         assert mine is not None
         assert theirs is not None
@@ -83,3 +95,13 @@ def test_a_prompt_that_is_gone_is_named(batch: Batch) -> None:
         ValueError, match="responses to the prompt t/1 wait in it, and the training prompts are no longer"
     ):
         unpack(content, ALONE, {sample.id: sample for sample in batch.rollouts.samples if sample.id != "t/1"})
+
+
+def test_what_a_step_and_its_evaluation_counted_is_one_sum() -> None:
+    both = StepCounts.of(COUNTS.plain())
+    both += StepCounts(ScoringStats(remote={"judge": (Counts(3), {})}), Counter(drafted=10, drawn=10, drawn_below=10))
+    metrics = both.metrics()
+    assert (metrics["judge/scored"], metrics["judge/no_score"], metrics["reward_timeouts/slow"]) == (8, 3, 2)
+    assert metrics["rollouts/draft_acceptance"] == 0.2
+    assert (metrics["rollouts/drafted_share"], metrics["rollouts/drafted_share_below"]) == (4 / 50, 4 / 30)
+    assert StepCounts.of({}).metrics() == {}
