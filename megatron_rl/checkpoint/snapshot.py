@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
+import numpy as np
 import torch
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
@@ -26,7 +27,7 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import megatron_checkpoint, torch_archive, torch_dist
-from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, counting_steps
+from megatron_rl.seams.megatron import Chunk, Optimizer, OptimizerPart, State, counting_steps, standing_in
 from megatron_rl.weights.adapters import adapters_in, sharded_adapters
 
 # Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
@@ -75,8 +76,13 @@ def sharded_state(chunks: Sequence[Chunk], optimizer: Optimizer, loading: bool) 
     model = sharded_model(chunks)
     # The optimizer wants one flat dictionary of the model's tensors to find its own by.
     flat = model["model0"] if len(chunks) == 1 else model
-    with counting_steps(optimizer), buckets_in_place() if loading else contextlib.nullcontext():
+    with counting_steps(optimizer), standing_in(_room) if loading else contextlib.nullcontext():
         return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+
+
+def _room(optimizer: OptimizerPart, number: int, _key: str) -> Tensor:
+    """Zeros, which take no memory until something is loaded into them: rows that pad the vocabulary stay as they are."""
+    return torch.from_numpy(np.zeros(optimizer.buffers[number].numel, dtype=np.float32))
 
 
 class Snapshotter:

@@ -299,45 +299,17 @@ def counting_steps(optimizer: Optimizer) -> Iterator[None]:
 _NOBODYS = "no parameter"  # a key of Adam's state
 
 
-@contextlib.contextmanager
-def buckets_in_place() -> Iterator[None]:
-    """Lets Megatron-Core find the distributed optimizer's state, to load it, where a buffer has several buckets.
-
-    It makes room for the buckets without the padding between them, and then looks every parameter up by where it lies with
-    the padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would load shifted state.
-    """
-    original = getattr(DistributedOptimizer, GATHERED_STATE[0])
-
-    def in_place(self: OptimizerPart, *arguments: object, **options: object) -> State | None:
-        state: State | None = original(self, *arguments, **options)
-        for number, buffer in enumerate(self.buffers if state is not None else ()):
-            if state is not None and len(buffer.buckets) > 1:
-                for tensors in state[number].values():
-                    tensors |= {name: _spread(value, buffer) for name, value in tensors.items() if name in PER_ELEMENT}
-        return state
-
-    with replaced(DistributedOptimizer, GATHERED_STATE[0], in_place, GATHERED_STATE[1]):
-        yield
-
-
 PER_ELEMENT = ("param", "exp_avg", "exp_avg_sq")
-
-
-def _spread(joined: Tensor, buffer: Buffer) -> Tensor:
-    """The buckets of a buffer, joined without padding, each to where it begins in the buffer."""
-    whole, taken = joined.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        whole[bucket.offset : bucket.offset + size] = joined[taken : taken + size]
-        taken += size
-    return whole
 
 
 @contextlib.contextmanager
 def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[None]:
-    """While entered, the distributed optimizers give `make(optimizer, buffer's number, key)` for their state.
+    """While entered, the distributed optimizers give `make(optimizer, buffer's number, key)` for their state: `buffer.numel`
+    elements, in fp32.
 
-    Megatron would gather all of the state in new host memory, and collect garbage each time, longer than all of the planning.
+    To save it, Megatron would gather all of the state in new host memory, and collect garbage each time, longer than all of
+    the planning. To load it, it makes room for a buffer's buckets without the padding between them, looks every parameter up by
+    where it lies with the padding, and warns of data corruption at the end, where what it finds is too short.
     """
 
     def stand_ins(optimizer: OptimizerPart, **_: object) -> State:

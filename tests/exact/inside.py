@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ OPERATIONS = {
     "head": "log_softmax",
 }  # -> the function of `base.exact_rows`
 Trace = list[tuple[str, Any]]
+# Scored at least, by engine and actor together, in batches by chance: EXACT_SEQUENCES=10000 for many, by hand.
+SEQUENCES = int(os.environ.get("EXACT_SEQUENCES", "0"))
 
 
 @contextlib.contextmanager
@@ -118,12 +121,13 @@ def main(run_dir: Path, chunked: bool) -> None:
     def of_actor(parts: list[list[int]]) -> Any:
         return run.learner.score(parts).log_probs
 
-    known, differing = score(everything, of_actor), []
-    for number in range(6):
+    known, differing, scored, rounds = score(everything, of_actor), [], 0, 0
+    while rounds < 6 or scored < SEQUENCES:
         order = chance.sample(everything, chance.choice((1, 2, len(everything))))
         for who, scorer in (("engine", engine.score), ("actor", of_actor)):
-            differing += [(who, number, i) for i, scores in score(order, scorer).items() if scores != known[i]]
-    found: dict[str, Any] = {"differing": differing, "drawn": 0, "drawn otherwise": 0, "cached": 0}
+            differing += [(who, rounds, i) for i, scores in score(order, scorer).items() if scores != known[i]]
+        rounds, scored = rounds + 1, scored + 2 * len(order)
+    found: dict[str, Any] = {"differing": differing, "scored": scored, "drawn": 0, "drawn otherwise": 0, "cached": 0}
 
     for length in (34, 70):  # the second find what the first left in the cache
         sampling = Sampling(0.7, 1.0, max_tokens=28)

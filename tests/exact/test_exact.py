@@ -76,6 +76,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_engine_and_actor_compute_the_same_bits_in_any_batch(world: Path) -> None:
     found: dict[str, Any] = json.loads((world / "found.json").read_text())
     assert found["differing"] == []
+    print(f"{found['scored']} sequences scored in batches by chance")
     assert found["drawn"] > 1000
     assert found["drawn otherwise"] == 0
     assert (found["cached"] > 1000) == ("experts" not in found["operations"])

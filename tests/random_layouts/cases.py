@@ -79,11 +79,14 @@ class Case:
     replay: str = "none"
     biases: bool = False  # are updated
     frozen: bool = False  # the tower of a model that reads images
+    bucket: int = (
+        0  # elements of the gradients that are summed at once, where sums overlap; 0: as many as Megatron-Core has
+    )
 
     @property
     def alone(self) -> Case:
         """The same in one process, in one micro-batch, without anything that should change no number."""
-        return replace(self, world=1, cut=Cut(), actor={}, tokens=4096)
+        return replace(self, world=1, cut=Cut(), actor={}, tokens=4096, bucket=0)
 
 
 def divides(case: Case, division: str) -> bool:

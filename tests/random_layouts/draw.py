@@ -43,6 +43,7 @@ class Luck:
     groups: tuple[int, int] = (2, 6)
     group_size: tuple[int, int] = (2, 5)
     continued: float = 0.3  # share of cases with a checkpoint that another layout goes on from
+    buckets: Sequence[int] = (0,)
 
 
 # Most of a small one's seconds are its layout's own: three of these take as long as one of the others.
@@ -53,6 +54,7 @@ SMALL = Luck(
     groups=(2, 4),
     group_size=(2, 4),
     continued=0.05,
+    buckets=(600, 0, 6000),  # a real model's gradients have dozens
 )
 RANGES = (Luck(0, [*FAMILIES]), Luck(1_000_000, [*SEEING]), SMALL)
 
@@ -128,6 +130,7 @@ def attempt(number: int, rng: np.random.Generator, family: str, division: str) -
         one_of("none", "none", "old_log_probs", "rollout") if mixture else "none",
         family in GROUPED and not lora and rng.random() < 0.5,
         family in SEEING and rng.random() < 0.3,
+        luck.buckets[number // 7 % len(luck.buckets)] if actor["overlap"] else 0,
     )
 
 

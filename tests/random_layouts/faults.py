@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.actor import actor, build, routing
-from megatron_rl.checkpoint import snapshot, store
+from megatron_rl.checkpoint import gather_optimizer, store
 from megatron_rl.modules import gpt
 from megatron_rl.seams import megatron, megatron_gated_delta
 
@@ -127,8 +127,19 @@ def adam_steps() -> None:
 
 
 def buckets() -> None:
-    """State of a buffer of several buckets is looked up as if there were no padding between them."""
-    snapshot.buckets_in_place = contextlib.nullcontext
+    """State that is saved is looked up as if there were no padding between a buffer's buckets."""
+    original = gather_optimizer._gather
+
+    def gather(optimizer: megatron.OptimizerPart, number: int, requests: Any) -> None:
+        buckets: list[Any] = [*optimizer.buffers[number].buckets]
+        offsets = [bucket.offset for bucket in buckets]
+        for place, bucket in enumerate(buckets):
+            bucket.offset = sum(before.numel_unpadded for before in buckets[:place])
+        original(optimizer, number, requests)
+        for bucket, offset in zip(buckets, offsets, strict=True):
+            bucket.offset = offset
+
+    gather_optimizer._gather = gather
 
 
 FAULTS: dict[str, Callable[[], None]] = {

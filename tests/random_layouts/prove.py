@@ -6,14 +6,17 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
+from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch, TrainBatch
@@ -62,7 +65,7 @@ def _learned(folder: Path, case: Case, name: str, shake: int) -> Results | None:
     alone = name != "own"
     batches = pickle.loads((folder / "batches.pkl").read_bytes())
     config, actor = _started(folder, case, case.cut, shake)
-    result: Results = {"log_probs": scores(actor, batches[0].sequences)}
+    result: Results = {"log_probs": scores(actor, batches[0].sequences), "marks": _wrong_marks(actor)}
     if alone:
         result["start"] = _tensors(actor)
     metrics = [_update(config, actor, batches[0], case.aggregation)]
@@ -87,6 +90,10 @@ def _started(folder: Path, case: Case, cut: Cut, shake: int = 0) -> tuple[Config
     from megatron_rl.runtime import device, distributed
 
     config = config_of(case, str(folder / "run"), cut)
+    if case.bucket:
+        build.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=case.bucket)
+    else:
+        build.DistributedDataParallelConfig = DistributedDataParallelConfig
     actor = Actor(config, distributed.initialize(config.actor.parallel, timeout_minutes=2), folder / "model")
     if actor.adapters is not None:
         begin = SafetensorsFolder(folder / "adapters")
@@ -97,6 +104,29 @@ def _started(folder: Path, case: Case, cut: Cut, shake: int = 0) -> tuple[Config
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 4)
     return config, actor
+
+
+def _wrong_marks(actor: Actor) -> list[str]:
+    """Parameters, of all ranks, that tensor-parallel ranks have parts of and that are not marked so, or the other way round:
+    the norm of the gradients goes by the marks, and a small one's share of it hides in rounding."""
+    from megatron.core import parallel_state
+
+    wrong = set[str]()
+    for chunk in actor.chunks:
+        for name, parameter in chunk.named_parameters():
+            group = actor.parallel.tp.group
+            if not getattr(parameter, "allreduce", True):  # an expert's
+                group = parallel_state.get_expert_tensor_parallel_group()
+            if group.size() == 1:
+                continue
+            parts = [torch.empty_like(parameter) for _ in range(group.size())]
+            torch.distributed.all_gather(parts, parameter.detach().contiguous(), group=group)
+            is_cut = any(not torch.equal(part, parts[0]) for part in parts)
+            if is_cut != bool(getattr(parameter, "tensor_model_parallel", False)):
+                wrong.add(name)
+    of_ranks: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, wrong)
+    return sorted(set.union(*of_ranks))
 
 
 @torch.no_grad()
@@ -195,7 +225,7 @@ def differences(case: Case, folder: Path) -> list[str]:
     where that was measured."""
     own, want = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("own", "alone"))
     shakes = [torch.load(path, weights_only=True) for path in sorted(folder.glob("shaken_*.pt"))]
-    bound, found = times(case) * tolerance.RELATIVE, list[str]()
+    bound, found = times(case) * tolerance.RELATIVE, [f"the mark of {name}: cut, or whole" for name in own["marks"]]
     for number, (mine, theirs) in enumerate(zip(own["metrics"], want["metrics"], strict=True)):
         for name in tolerance.differing(mine, theirs, times(case)):
             at = theirs.get(name, math.nan)

@@ -77,6 +77,7 @@ def smaller(case: Case) -> Iterator[Case]:
         replace(case, lora=0, lora_experts=False),
         replace(case, biases=False),
         replace(case, frozen=False),
+        replace(case, bucket=0),
         replace(case, cut=replace(cut, virtual=1)),
         replace(case, cut=replace(cut, sequence=False)),
         replace(case, cut=replace(cut, distributed=True)),
