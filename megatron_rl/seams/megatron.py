@@ -308,8 +308,8 @@ def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[N
     elements, in fp32.
 
     To save it, Megatron would gather all of the state in new host memory, and collect garbage each time, longer than all of
-    the planning. To load it, it makes room for a buffer's buckets without the padding between them, looks every parameter up by
-    where it lies with the padding, and warns of data corruption at the end, where what it finds is too short.
+    the planning. To load it, it makes room for a buffer's buckets without the padding between them, looks every parameter up
+    by where it lies with the padding, and warns of data corruption at the end, where what it finds is too short.
     """
 
     def stand_ins(optimizer: OptimizerPart, **_: object) -> State:
