@@ -64,19 +64,19 @@ def tools(
         messages: list[Any] = [*cast(list[Message], task["prompt"])]
         while True:
             answer = await model.chat.completions.create(model="policy", messages=messages, **offered)
-            said = answer.choices[0].message
-            messages.append(said.to_dict())
-            if not said.tool_calls:
+            message = answer.choices[0].message
+            messages.append(message.to_dict())
+            if not message.tool_calls:
                 return cast(Verdict, await call(house.reward, task, messages))
-            for wanted in said.tool_calls:
-                assert wanted.type == "function"  # the session makes no others
-                name, arguments = wanted.function.name, json.loads(wanted.function.arguments)
+            for tool_call in message.tool_calls:
+                assert tool_call.type == "function"  # the session makes no others
+                name, arguments = tool_call.function.name, json.loads(tool_call.function.arguments)
                 reply = functools.partial(
                     _reply, functools.partial(call, house.call, name, arguments), name, tool_seconds
                 )
                 # Made again after a kill, for the environment is a new one and has to come to where it was.
-                text = await task.recorded([messages, wanted.id], reply, again=True)
-                messages.append({"role": "tool", "tool_call_id": wanted.id, "content": cut(text, longest_reply)})
+                text = await task.recorded([messages, tool_call.id], reply, again=True)
+                messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": cut(text, longest_reply)})
 
     return Agent(run, rewards_turns=environment not in _WITHOUT_TURN_REWARDS)
 

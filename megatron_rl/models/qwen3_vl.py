@@ -121,14 +121,14 @@ def _with_tower(description: ModelDescription, decoder: DecoderConfig, fields: F
 def _deepstack(tower: Fields, depth: int, layers: int) -> tuple[int, ...]:
     """The blocks of the tower whose outputs the decoder's first layers are given."""
     name = "deepstack_visual_indexes"
-    found = tower.get(name, [8, 16, 24])
-    blocks = [block for block in found if type(block) is int] if isinstance(found, list) else []
-    if blocks != found or blocks != sorted({*blocks} & {*range(depth)}):
+    indexes = tower.get(name, [8, 16, 24])
+    blocks = [block for block in indexes if type(block) is int] if isinstance(indexes, list) else []
+    if blocks != indexes or blocks != sorted({*blocks} & {*range(depth)}):
         raise ValueError(
-            f"config.json: `{name}` = {found!r}, expected blocks of the tower's {depth} in ascending order"
+            f"config.json: `{name}` = {indexes!r}, expected blocks of the tower's {depth} in ascending order"
         )
     if len(blocks) > layers:
-        tower.refuse(name, found, f"the decoder has {layers} layers to add them to")
+        tower.refuse(name, indexes, f"the decoder has {layers} layers to add them to")
     return tuple(blocks)
 
 

@@ -69,17 +69,17 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
     for label, plan in memory:
         yield f'<div class="card"><b>{text(label)}</b>'
         for phase, limit in limits.items():
-            held = [component for component in plan.components if phase in component.phases]
-            pieces = [
+            components = [component for component in plan.components if phase in component.phases]
+            segments = [
                 (
                     component.bytes / most,
                     colours[component.part.value],
                     f"{component.part.value}: {component.bytes / GIB:.1f} GiB",
                 )
-                for component in held
+                for component in components
             ]
             figure = f"{plan.peak(phase) / GIB:.1f} {'GiB' if limit is None else f'of {limit / GIB:.0f} GiB'}"
-            bar = _bar(pieces, limit=None if limit is None else min(1.0, limit / most))
+            bar = _bar(segments, limit=None if limit is None else min(1.0, limit / most))
             yield _row(
                 phase + " (host)" * (phase in HOST_PHASES), bar, figure, limit is not None and plan.peak(phase) > limit
             )
@@ -97,12 +97,12 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
 
 def _time(step: StepTime) -> Iterator[str]:
     rates, colours = step.tokens_per_s_per_gpu, _coloured(list(step.seconds))
-    pieces = [
+    segments = [
         (seconds / step.total, colours[name], f"{name}: {seconds:.1f} s, {seconds / step.total:.0%}")
         for name, seconds in step.seconds.items()
         if name not in step.beside
     ]
-    yield f'<div class="card">{_row("a step", _bar(pieces), f"{step.total:,.1f} s")}'
+    yield f'<div class="card">{_row("a step", _bar(segments), f"{step.total:,.1f} s")}'
     longest = max(step.seconds.values())
     for name, seconds in step.seconds.items():
         bound = step.bounds.get(name, "")
@@ -126,11 +126,11 @@ def _row(label: str, bar: str, figure: str, over: bool = False) -> str:
     return f'<div class="row"><span>{text(label)}</span>{bar}<span{" class=bad" if over else ""}>{text(figure)}</span></div>'
 
 
-def _bar(pieces: Sequence[tuple[float, str, str]], limit: float | None = None) -> str:
+def _bar(segments: Sequence[tuple[float, str, str]], limit: float | None = None) -> str:
     """Pieces: share of the width, colour, what is shown under the mouse."""
     spans = "".join(
         f'<span style="width:{100 * share:.3f}%;background:{colour}" title="{text(about)}"></span>'
-        for share, colour, about in pieces
+        for share, colour, about in segments
     )
     line = f'<span class="limit" style="left:{100 * limit:.2f}%"></span>' if limit is not None else ""
     return f'<div class="bar">{spans}{line}</div>'
@@ -162,9 +162,9 @@ def _simulated(forecast: Forecast) -> Iterator[str]:
         )
         if mode == "synchronous":  # else phases run side by side
             phases = {name: float(seconds.mean()) for name, seconds in run.phases().items()}
-            pieces = [(took / longest, colours[name], f"{name}: {took:.1f} s") for name, took in phases.items()]
+            segments = [(took / longest, colours[name], f"{name}: {took:.1f} s") for name, took in phases.items()]
             bars += [
-                _row(title(mode, run, forecast.job), _bar(pieces), f"{sum(phases.values()):,.0f} s"),
+                _row(title(mode, run, forecast.job), _bar(segments), f"{sum(phases.values()):,.0f} s"),
                 _legend(colours),
             ]
     yield table(["", "", "s / step", "median", "95 %", "tokens/s/GPU", "idle GPUs", "tail of generation"], rows, 6)

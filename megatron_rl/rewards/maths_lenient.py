@@ -29,12 +29,12 @@ def same_answer(completion: str, gold: str, boxes: str = "last") -> bool:
     completion = after_thinking(completion)
     if boxes == "all":
         return _by_extraction(completion, gold)
-    wanted, given = gold_answer(gold), forms.last_box(completion)
-    if given is None:
-        return _by_extraction(completion[max(0, completion.rfind("\\boxed")) :], wanted)
-    if forms.is_prose(wanted):
-        return same_form(given, wanted) or _by_extraction(f"\\boxed{{{given}}}", wanted)
-    return same_value(given, wanted)
+    gold_text, boxed = gold_answer(gold), forms.last_box(completion)
+    if boxed is None:
+        return _by_extraction(completion[max(0, completion.rfind("\\boxed")) :], gold_text)
+    if forms.is_prose(gold_text):
+        return same_form(boxed, gold_text) or _by_extraction(f"\\boxed{{{boxed}}}", gold_text)
+    return same_value(boxed, gold_text)
 
 
 def same_value(answer: str, gold: str) -> bool:
@@ -48,22 +48,22 @@ def same_value(answer: str, gold: str) -> bool:
     answer, gold = forms.tidy(answer), forms.tidy(gold)
     if not answer or len(answer) > 20 * len(gold) + 1000:  # longer than any writing of it
         return False
-    given, wanted = forms.elements(answer), forms.elements(gold)
-    if given is not None and wanted is not None:
-        return _same_elements(given, wanted)
+    elements, gold_elements = forms.elements(answer), forms.elements(gold)
+    if elements is not None and gold_elements is not None:
+        return _same_elements(elements, gold_elements)
     if (numbers := _same_number(forms.squeeze(answer), forms.squeeze(gold))) is not None:
         return numbers
-    if given is not None and given[0] == "\\{\\}" and len(given[1]) == 1:
-        return same_value(given[1][0], gold)
+    if elements is not None and elements[0] == "\\{\\}" and len(elements[1]) == 1:
+        return same_value(elements[1][0], gold)
     # A list for a single answer, or the other way round, unless one of them is written as a relation or a union.
-    if (given is None) != (wanted is None) and not _RELATION.search(gold if given is not None else answer):
+    if (elements is None) != (gold_elements is None) and not _RELATION.search(gold if elements is not None else answer):
         return False
     return same_expression(forms.squeeze(answer), forms.squeeze(gold), _decimals(gold), inequalities=True)
 
 
-def _same_elements(given: tuple[str, list[str]], wanted: tuple[str, list[str]]) -> bool:
+def _same_elements(elements: tuple[str, list[str]], gold_elements: tuple[str, list[str]]) -> bool:
     """Sets and bare lists in any order, others in theirs. A set is no tuple; a pair's brackets may make it an interval."""
-    (kind, answers), (gold_kind, golds) = given, wanted
+    (kind, answers), (gold_kind, golds) = elements, gold_elements
     if len(answers) != len(golds):
         return False
     if kind in _UNORDERED and gold_kind in _UNORDERED:

@@ -94,7 +94,7 @@ def run_program(
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-") as scratch,
         _file(json.dumps(job)) as request,
-        _file(stdin) as given,
+        _file(stdin) as stdin_file,
         _file() as refused,
         _file() as printed,
         _file() as returned,
@@ -104,7 +104,7 @@ def run_program(
         channels = request.fileno(), refused.fileno(), returned.fileno(), threads.child_end.fileno()
         process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-S", "-B", str(_CHILD), *map(str, channels)],
-            stdin=given,
+            stdin=stdin_file,
             stdout=printed,
             stderr=complained,
             cwd=scratch,

@@ -25,7 +25,7 @@ from megatron_rl.runtime.distributed import ProcessGrid
 
 AHEAD = "ahead.npz"  # a checkpoint's file
 _PLAIN = ("columns", "token_weights", "drawn")  # of `Rollouts`, as JSON
-_SAID = ("metrics", "counts", "seconds")  # of `Batch`, as JSON
+_MAPPINGS = ("metrics", "counts", "seconds")  # of `Batch`, as JSON
 # Of a `Rollout`, what its tokens do not tell where an agent held it.
 _OF_CONVERSATION = ("messages", "conversations", "last_turn", "agent_rewards", "turn_rewards", "failed_by")
 
@@ -59,11 +59,11 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
     if batch is not None:
         greedy = None if batch.greedy is None else (batch.greedy.facts, batch.greedy.columns, batch.greedy.rewards)
         plain = replace(batch.rollouts, samples=[], held={}, facts=batch.rollouts.facts.copy())
-        said = {name: getattr(batch, name) for name in _SAID}
-        message = [sample.id for sample in batch.rollouts.samples], plain, greedy, said
+        mappings = {name: getattr(batch, name) for name in _MAPPINGS}
+        message = [sample.id for sample in batch.rollouts.samples], plain, greedy, mappings
     message = link.broadcast(message, source=learners)
     assert message is not None  # the first rank that generates has it
-    ids, plain, greedy, said = message
+    ids, plain, greedy, mappings = message
     rollouts = replace(plain, samples=[samples[name] for name in ids])
     rollouts.facts["source"] += learners  # their ranks in `link`
     if batch is not None:
@@ -80,7 +80,7 @@ def hand_over(grid: ProcessGrid, batch: Batch | None, samples: Mapping[str, Samp
     for of_source in conversations:
         add_conversations(received, of_source)
     rollouts.facts["source"] = np.arange(len(rollouts)) % learners
-    return Batch(rollouts, _greedy(rollouts, greedy), **said)
+    return Batch(rollouts, _greedy(rollouts, greedy), **mappings)
 
 
 def conversations_of(rollouts: Rollouts, rows: Iterable[int], rank: int) -> Conversations:
@@ -150,7 +150,7 @@ def pack(grid: ProcessGrid, batch: Batch) -> bytes | None:
     conversations = grid.gather(share)
     if arrays is None:
         return None
-    plain = {name: getattr(rollouts, name) for name in _PLAIN} | {name: getattr(batch, name) for name in _SAID}
+    plain = {name: getattr(rollouts, name) for name in _PLAIN} | {name: getattr(batch, name) for name in _MAPPINGS}
     if rollouts.turns is not None:
         plain["turns"] = {row: [turns.lengths, turns.rewards] for row, turns in rollouts.turns.items()}
     if rollouts.experts is not None:
@@ -175,7 +175,7 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
     ids = saved["ids"].tolist()
     require_same([samples.get(name) for name in ids], saved)
     plain = json.loads(str(saved["plain"]))
-    said = {name: plain.pop(name, {}) for name in _SAID}  # checkpoints before 2026-11-28 have no counts
+    mappings = {name: plain.pop(name, {}) for name in _MAPPINGS}  # checkpoints before 2026-11-28 have no counts
     conversations, plain["columns"] = plain.pop("conversations"), tuple(plain["columns"])
     if (turns := plain.get("turns")) is not None:
         plain["turns"] = {int(row): _turns(*of_row) for row, of_row in turns.items()}
@@ -191,4 +191,4 @@ def unpack(content: bytes, grid: ProcessGrid, samples: Mapping[str, Sample]) -> 
     greedy = None
     if "greedy_facts" in saved:
         greedy = saved["greedy_facts"], tuple(saved["greedy_columns"].tolist()), saved["greedy_rewards"]
-    return Batch(rollouts, _greedy(rollouts, greedy), **said)
+    return Batch(rollouts, _greedy(rollouts, greedy), **mappings)

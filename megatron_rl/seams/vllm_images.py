@@ -46,10 +46,10 @@ def register_images_only(architecture: str, image_processor: Any) -> None:
         from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
 
         model = _model(architecture)
-    asked, dummies = model._processor_factory.info, model._processor_factory.dummy_inputs
+    info, dummies = model._processor_factory.info, model._processor_factory.dummy_inputs
     check_parameters(dummies.get_dummy_mm_data, DUMMIES)
     for name, parameters in OVERRIDDEN.items():
-        check_parameters(getattr(asked, name), parameters)
+        check_parameters(getattr(info, name), parameters)
 
     class ImagesOnly(getattr(transformers, PROCESSORS[architecture])):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
@@ -58,7 +58,7 @@ def register_images_only(architecture: str, image_processor: Any) -> None:
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
 
-    class Info(asked):  # type: ignore[misc, valid-type]
+    class Info(info):  # type: ignore[misc, valid-type]
         made: ImagesOnly | None = None
 
         def get_hf_processor(self, **_: object) -> ImagesOnly:

@@ -53,13 +53,13 @@ def turn_rewards(rollouts: Rollouts, configs: Mapping[str, RewardConfig], gamma:
             if each.rewards is not None and (config.tasks is None or rollouts.sample(row).task in config.tasks)
         }
         _check_aligned(rollouts, of_turns, columns[-1])
-        own = np.full((n * m, longest), np.nan)
+        table = np.full((n * m, longest), np.nan)
         for row, values in of_turns.items():
             if values is not None:
-                own[row] = 0.0
-                own[row, : count[row]] = values
-        if not np.isnan(own).all():
-            rewards[name] = torch.from_numpy(own).view(n, m, longest)
+                table[row] = 0.0
+                table[row, : count[row]] = values
+        if not np.isnan(table).all():
+            rewards[name] = torch.from_numpy(table).view(n, m, longest)
     if not rewards and any(each.rewards is not None for each in turns.values()):
         raise ValueError(
             f"algorithm.credit is turn, and no agent returned rewards of turns in the columns {', '.join(columns)}: {_REMEDY}"

@@ -24,7 +24,7 @@ HOMONYMS: dict[str, str] = {
 # used for more than five lines. It may only fall.
 BARE = frozenset({"own", "found", "held", "given", "there", "told", "wanted", "kept", "one"})
 BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "whole", "asked"}
-BARE_PER_CENT = 0.6
+BARE_PER_CENT = 0.5
 # First words of docstrings that are no sentences.
 FRAGMENT = re.compile(r"(After|Before|Behind|By|For|From(?! here on)|Has|In|Of|On|Those|To|Under|What|With|Without)\b")
 

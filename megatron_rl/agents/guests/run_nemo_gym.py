@@ -152,15 +152,15 @@ def app_of(name: str, kind: str, folder: str, config: DictConfig) -> Any:
     return OfCall(app)
 
 
-def agent_of(config: DictConfig, wanted: str | None) -> str:
+def agent_of(config: DictConfig, server: str | None) -> str:
     """The agent server's name."""
     agents = sorted(name for name, (kind, _) in servers(config).items() if kind == "responses_api_agents")
-    if wanted is not None and wanted in agents:
-        return wanted
-    if wanted is None and len(agents) == 1:
+    if server is not None and server in agents:
+        return server
+    if server is None and len(agents) == 1:
         return agents[0]
     raise ValueError(
-        f"`server` is {wanted!r}, and the configuration has the agent servers {', '.join(agents) or 'none'}"
+        f"`server` is {server!r}, and the configuration has the agent servers {', '.join(agents) or 'none'}"
     )
 
 
