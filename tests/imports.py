@@ -10,9 +10,12 @@ from megatron_rl.seams import torch_compile
 IMPORTED = (
     "megatron_rl.actor.actor",
     "megatron_rl.checkpoint.store",
+    "megatron_rl.modules.deepstack",
+    "megatron_rl.trainer.learner",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",
+    "torch._dynamo",
     "transformers",
 )
 
