@@ -71,7 +71,7 @@ class _Rejoined(torch.autograd.Function):
     is there: then all layers that read them are done."""
 
     @staticmethod
-    def forward(ctx: Any, embedded: Tensor, leaves: tuple[Tensor, ...], *_: Tensor) -> Tensor:
+    def forward(ctx: Any, embedded: Tensor, leaves: tuple[Tensor, ...], *features: Tensor) -> Tensor:
         ctx.leaves = leaves
         return embedded.view_as(embedded)
 

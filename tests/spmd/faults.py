@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_rl.actor import actor, build
+from megatron_rl.modules import deepstack
 from megatron_rl.seams.megatron_gated_delta import GatedDeltaLayer
 
 _FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name
@@ -55,6 +56,8 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "router": lambda: _marked("mlp.router.weight", False),
     # Each rank multiplies its own tokens with its own copy of the matrix.
     "latents": lambda: _marked("linear_kv_down_proj.weight", False),
+    # Of a vision tower's outputs that layers add: each rank adds those of its own tokens.
+    "features": lambda: mock.patch.object(deepstack, "copy_to_tensor_model_parallel_region", _as_it_is),
     # Summed over tensor-parallel ranks too, as Megatron-Core marks them.
     "expert biases": lambda: _marked("linear_fc2.bias", True),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -28,9 +28,12 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.schema import Config
+from megatron_rl.modules import deepstack
 from megatron_rl.modules.layers import PackedAttention
+from megatron_rl.modules.vision import VisionLanguageModel
 from megatron_rl.runtime import device, distributed
 from tests.actor.layouts import make_batch
+from tests.models import seeing
 
 from .faults import FAULTS
 
@@ -80,7 +83,9 @@ def _refused(root: Path, case: Case) -> str:
     with FAULTS[case.fault]():
         actor = Actor(config, grid, root / case.variant)
         types = parameter_types(actor)
-        micro = actor.micro_batches(make_batch().sequences)[0]
+        sees = case.variant in seeing.KINDS
+        sequences = seeing.batch(root / case.variant) if sees else make_batch().sequences
+        micro = actor.micro_batches(sequences)[0]
         try:
             _learn(actor, micro, types)
         except spmd.SpmdTypeError as error:
@@ -128,9 +133,9 @@ def _learn(actor: Actor, micro: MicroBatch, types: dict[Tensor, object]) -> None
             for value in (*module.buffers(recurse=False), *held.values()):
                 if isinstance(value, Tensor):
                     spmd.assert_type(value, {ranks: spmd.R})
-        for field in fields(micro):
-            if isinstance(value := getattr(micro, field.name), Tensor):
-                spmd.assert_type(value, {ranks: spmd.V if cut and field.name in _OF_OWN_TOKENS else spmd.R})
+        for name, value in (*vars(micro).items(), *vars(micro.images or object).items()):
+            if isinstance(value, Tensor):
+                spmd.assert_type(value, {ranks: spmd.V if cut and name in _OF_OWN_TOKENS else spmd.R})
         hidden = actor.forward(actor.ddp_chunks[0], micro, updates=True)
         spmd.assert_type(hidden, {ranks: spmd.V if cut or actor.config.parallel.sequence else spmd.I})
         log_probs, _ = actor.score(micro, hidden, 1.0, with_entropy=False)
@@ -151,9 +156,11 @@ def declare() -> None:
         head._TiledLogProbs: _log_probs,
         moe_utils.RouterGatingLinearFunction: _gated,
         mappings._AllToAll: _exchanged,
+        deepstack._Rejoined: _rejoined,
     }
     router.TopKRouter.gating = _gating
     PackedAttention._gather = _gathered_tokens
+    VisionLanguageModel._see = _seen
     for local in (utils.MakeViewlessTensor,):
         spmd.register_local_autograd_function(local)
     for function, hook in hooks.items():
@@ -231,6 +238,28 @@ def _gated(*, inp, weight, bias):
 def _exchanged(*, group, input, output_split_sizes, input_split_sizes):
     rules.ignore(*(sizes for sizes in (output_split_sizes, input_split_sizes) if isinstance(sizes, Tensor)))
     return input if group.size() == 1 else rules.all_to_all(input, group, src=spmd.V, dst=spmd.V)
+
+
+def _rejoined(*, embedded, leaves, features):
+    """The features' gradients are the leaves', so both have to be of one type."""
+    rules.ignore(*leaves, *features)
+    for leaf, feature in zip(leaves, features, strict=True):
+        spmd.assert_type(leaf, spmd.get_local_type(feature))
+    return embedded
+
+
+_see, _as_tensor = VisionLanguageModel._see, torch.as_tensor
+
+
+def _seen(model, images):
+    """Gives types to the pixels and sizes of images: they are the same on all ranks."""
+    group = model.pg_collection.tp
+
+    def same(values, **options):
+        return spmd.assert_type(_as_tensor(values, **options), {group: spmd.R})
+
+    with mock.patch.object(torch, "as_tensor", same):
+        return _see(model, images)
 
 
 _gather_tokens, _from_numpy = PackedAttention._gather, torch.from_numpy

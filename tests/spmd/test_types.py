@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.actor.processes import spawn
-from tests.models import tiny
+from tests.models import seeing, tiny
 
 from .faults import FAULTS
 from .inside import Case, run
@@ -20,6 +20,9 @@ SOUND += [Case("gpt_oss", True), *(Case(mixture, True, expert=2) for mixture in 
 SOUND += [Case("deepseek_v3", True), *(Case(name, True, expert_tensor=2) for name in ("deepseek_v3", "qwen3_5_moe"))]
 SOUND += [Case(variant, False, context=True) for variant in ("qwen3", "qwen3_5", "deepseek_v3")]
 SOUND += [Case("qwen3_moe", False, context=True, expert=2)]
+# Towers, whole on every rank, which further layers take outputs of; the two ranks have them for different image tokens.
+SOUND += [Case(kind, sequence) for kind in ("qwen2_5_vl", "qwen3_vl") for sequence in (False, True)]
+SOUND += [Case("qwen3_vl_moe", True, expert=2)]
 # Without sequence parallelism Llama's ranks have the same gradient of every norm: there is nothing to sum.
 SOUND += [Case("llama", False, "norms")]
 BROKEN = {
@@ -31,6 +34,7 @@ BROKEN = {
     Case("qwen3", False, "keys", context=True): "__getitem__",
     Case("qwen3_moe", True, "router"): "einsum",
     Case("deepseek_v3", True, "latents"): "linear",
+    Case("qwen3_vl", True, "features"): "index_add",
     Case("gpt_oss", True, "expert biases"): "mul",
     Case("gpt_oss", True, "expert biases", expert=2): "mul",
 }
@@ -42,7 +46,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [*SOUND, *BROKEN]
     for variant in {case.variant for case in cases}:
         fewer = {} if variant.startswith("qwen3_5") else {"num_hidden_layers": 2}  # every fourth of it is another
-        tiny.write(root / variant, variant, **fewer)
+        if variant in seeing.KINDS:
+            seeing.write(root / variant, kind=variant, **fewer)
+        else:
+            tiny.write(root / variant, variant, **fewer)
     spawn(run, 2, str(root), cases)
     return root
 
