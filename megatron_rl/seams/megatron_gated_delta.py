@@ -1,14 +1,16 @@
 """Megatron-Core's gated-delta layers, which call three kernels of `fla` by names of their modules and refuse to be made
 without it. Written for 0.19.2.
 
-Two more things are mended. Tensor-parallel ranks norm the outputs of their own heads by the same weight, whose gradient
-Megatron-Core sums over them with sequence parallelism only. And the decay is exp(A_log) in the parameters' dtype there, while
-transformers and vLLM take it in fp32.
+Three more things are mended. Weights that are gathered while others are computed are waited for as a module is called, and
+the convolution's are read without a call of it. Tensor-parallel ranks norm the outputs of their own heads by the same weight,
+whose gradient Megatron-Core sums over them with sequence parallelism only. And the decay is exp(A_log) in the parameters'
+dtype there, while transformers and vLLM take it in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +32,17 @@ def use_without_fla(convolution: Kernel, rule: Kernel, norm: Kernel) -> None:
 
 
 class GatedDeltaLayer(GatedDeltaNet):
-    """Megatron-Core's, its gradients and its decay mended."""
+    """Megatron-Core's, its weights waited for, its gradients and its decay mended."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.tp_size > 1 and not self.config.sequence_parallel:
             self.out_norm.weight.register_hook(self._summed)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        for wait in self.conv1d._forward_pre_hooks.values():
+            wait(self.conv1d, ())
+        return super().forward(*args, **options)
 
     def _summed(self, gradient: Tensor) -> Tensor:
         return reduce_from_tensor_model_parallel_region(gradient, group=self.tp_group)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
-
-import yaml
 
 from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine
@@ -99,9 +98,9 @@ def divides(case: Case, division: str) -> bool:
 @cache
 def _described(family: str, sizes: str) -> dict[str, Any]:
     if family in SEEING:
-        config = seeing.configuration(family, **of_seeing(yaml.safe_load(sizes))).to_dict()
+        config = seeing.configuration(family, **of_seeing(json.loads(sizes))).to_dict()
     else:
-        config = tiny.configuration(family, **yaml.safe_load(sizes)).to_dict()
+        config = tiny.configuration(family, **json.loads(sizes)).to_dict()
     return {**config, "architectures": [EVERY[family]]}
 
 
@@ -112,7 +111,7 @@ def of_seeing(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 def described(case: Case) -> dict[str, Any]:
     """What config.json says, as far as the checks read it."""
-    return _described(case.family, yaml.safe_dump(case.sizes))
+    return _described(case.family, json.dumps(case.sizes))
 
 
 def config_of(case: Case, run_dir: str = "run", cut: Cut | None = None) -> Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,17 @@ SMALL = Luck(
     continued=0.05,
     buckets=(600, 0, 6000),  # a real model's gradients have dozens
 )
-RANGES = (Luck(0, [*FAMILIES]), Luck(1_000_000, [*SEEING]), SMALL)
+# Of two ranks mostly, and a few rollouts: every run of the tests has 200 of them.
+TINY = replace(
+    SMALL,
+    first=3_000_000,
+    worlds=[2] * 9 + [4],
+    groups=(2, 3),
+    group_size=(2, 3),
+    continued=0.03,
+    buckets=(600, 0),
+)
+RANGES = (Luck(0, [*FAMILIES]), Luck(1_000_000, [*SEEING]), SMALL, TINY)
 
 
 def draw(number: int) -> Case:

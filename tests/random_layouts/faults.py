@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron_rl.actor import actor, build, routing
 from megatron_rl.checkpoint import gather_optimizer, store
@@ -67,6 +68,11 @@ def expert_biases() -> None:
 def gated_norm() -> None:
     """A gated-delta layer's norm has the gradient of one tensor-parallel rank."""
     megatron_gated_delta.GatedDeltaLayer._summed = lambda self, gradient: gradient  # type: ignore[method-assign]
+
+
+def convolutions() -> None:
+    """The weights of a gated-delta layer's convolution are read before they are gathered."""
+    megatron_gated_delta.GatedDeltaLayer.forward = GatedDeltaNet.forward  # type: ignore[method-assign]
 
 
 def per_token_loss() -> None:
@@ -145,7 +151,7 @@ def buckets() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        *(sinks, expert_biases, gated_norm, per_token_loss, marks),
+        *(sinks, expert_biases, gated_norm, convolutions, per_token_loss, marks),
         *(router_biases, local_loads, replay, adam_steps, buckets),
     )
 }
