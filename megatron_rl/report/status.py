@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,6 +154,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         rows = list(disk.json_lines(path))
         if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
             raise ValueError("it has rows without a step")
+        for row in rows:
+            if beyond := [
+                name for name, value in row.items() if isinstance(value, int) and abs(value) > sys.float_info.max
+            ]:
+                raise ValueError(f"{beyond[0]} of a row is an integer beyond all floats")
     return rows
 
 
@@ -368,6 +375,8 @@ def _numbers(metrics: Mapping[str, float], width: int | None) -> str:
 
 def duration(seconds: float) -> str:
     """13, 754, 9000 -> `13 s`, `12 min 34 s`, `2 h 30 min`."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -93,6 +93,11 @@ def test_a_folder_that_is_no_run_is_refused(
     [
         ("metrics.jsonl", b"[1]\n", "metrics.jsonl cannot be read: it has rows without a step"),
         ("metrics.jsonl", b'{"time": 1}\n', "metrics.jsonl cannot be read: it has rows without a step"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "a": 1%s}\n' % (b"0" * 400),
+            "metrics.jsonl cannot be read: a of a row is an integer beyond",
+        ),
         ("samples/step_5.jsonl", b'{"prompt": "p", "response": "r"}\n', "step_5.jsonl has rows that are no rollouts"),
         ("rollouts/step_5.npz", b"", "step_5.npz cannot be read: No data left in file"),
         ("rollouts/step_5.npz", b"PK\x03\x04", "step_5.npz cannot be read: File is not a zip file"),
@@ -108,6 +113,11 @@ def test_a_damaged_file_of_a_run_is_named(
     (folder / file).write_bytes(content)
     assert main(["report", str(folder)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_step_that_took_for_ever_is_shown(tmp_path: Path) -> None:
+    rows = [{**row, "timing_s/step": float("inf")} for row in healthy()]
+    assert "inf s" in render([read_run(write_run(tmp_path / "run", rows))])
 
 
 def test_a_recipe_whose_sections_are_none_is_shown(tmp_path: Path) -> None:
