@@ -27,7 +27,7 @@ if os.environ.get("MEGATRON_RL_CI"):
 # `make test` runs four folders at a time, on two cores: a folder's tests share worlds and engines, so they stay in one
 # process, which now and then waits, the Slurm tests for most of their time. The long folders come first, and the short ones
 # fill up at the end: one that is begun late leaves a core idle.
-_FIRST = ("launch", "e2e", "rewards", "planning", "recipes", "te", "checkpoint", "agents", "actor", "cli", "conversion")
+_FIRST = ("launch", "e2e", "rewards", "planning", "recipes", "te", "actor", "checkpoint", "conversion", "agents", "cli")
 
 
 def _folder(nodeid: str) -> str:
