@@ -127,7 +127,7 @@ def _row(label: str, bar: str, figure: str, over: bool = False) -> str:
 
 
 def _bar(segments: Sequence[tuple[float, str, str]], limit: float | None = None) -> str:
-    """Pieces: share of the width, colour, what is shown under the mouse."""
+    """Segments: share of the width, colour, what is shown under the mouse."""
     spans = "".join(
         f'<span style="width:{100 * share:.3f}%;background:{colour}" title="{text(about)}"></span>'
         for share, colour, about in segments

@@ -10,7 +10,6 @@ dtype there, while transformers and vLLM take it in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,11 @@ class GatedDeltaLayer(GatedDeltaNet):
         if self.tp_size > 1 and not self.config.sequence_parallel:
             self.out_norm.weight.register_hook(self._summed)
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: object, **options: object) -> tuple[Tensor, Tensor | None]:
         for wait in self.conv1d._forward_pre_hooks.values():
             wait(self.conv1d, ())
-        return super().forward(*args, **options)
+        output: tuple[Tensor, Tensor | None] = super().forward(*args, **options)
+        return output
 
     def _summed(self, gradient: Tensor) -> Tensor:
         return reduce_from_tensor_model_parallel_region(gradient, group=self.tp_group)

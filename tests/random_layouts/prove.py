@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
@@ -136,15 +137,17 @@ def _wrong_marks(actor: Actor) -> list[str]:
 def _unawaited(actor: Actor) -> Iterator[list[str]]:
     """Modules, of all ranks, whose weights are not waited for within, where they are gathered while others are computed: what
     is read then may be old, and is seldom old enough for a number to tell."""
-    unawaited, waits = set[str](), list[Any]()
+    unawaited, waits = set[str](), list[RemovableHandle]()
 
     def seen(name: str, module: nn.Module, _: object) -> None:
         unawaited.discard(name)
 
     for chunk in actor.ddp_chunks:
-        for module in getattr(chunk, "remove_forward_pre_hook_handles", ()):
-            if any(parameter in chunk.param_to_bucket_group for parameter in module.parameters(recurse=False)):
-                name = next(name for name, other in chunk.named_modules() if other is module)
+        for name, module in chunk.named_modules():
+            weights = module.parameters(recurse=False)
+            if module in chunk.remove_forward_pre_hook_handles and any(
+                w in chunk.param_to_bucket_group for w in weights
+            ):
                 unawaited.add(name)
                 waits.append(module.register_forward_pre_hook(partial(seen, name)))
     found = list[str]()

@@ -133,7 +133,8 @@ def _learn(actor: Actor, micro: MicroBatch, types: dict[Tensor, object]) -> None
             for value in (*module.buffers(recurse=False), *held.values()):
                 if isinstance(value, Tensor):
                     spmd.assert_type(value, {ranks: spmd.R})
-        for name, value in (*vars(micro).items(), *vars(micro.images or object).items()):
+        of_images = {} if micro.images is None else vars(micro.images)
+        for name, value in (*vars(micro).items(), *of_images.items()):
             if isinstance(value, Tensor):
                 spmd.assert_type(value, {ranks: spmd.V if cut and name in _OF_OWN_TOKENS else spmd.R})
         hidden = actor.forward(actor.ddp_chunks[0], micro, updates=True)
