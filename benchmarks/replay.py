@@ -35,6 +35,7 @@ RUN = (
     "trainer.eval_every=0",
     "actor.optimizer={lr: 1.0e-5, warmup_steps: 0}",
     "rollout.sync_tolerance=1",
+    "rollout.sync_check_every=1",
     "checkpoint.every=0",
     "launch.processes=1",
     "rewards={correct: null, format: null, judge: null}",
@@ -48,6 +49,8 @@ METRICS = (
     "mismatch/abs_log_ratio",
     "mismatch/abs_log_ratio_max",
     "mismatch/kl_k3",
+    "sync/logprob_mean_diff",
+    "sync/experts_max_diff",
     "ratio/max",
     "old_policy/kl_k3",
     "timing_s/generate",
@@ -68,7 +71,8 @@ def main() -> None:
         table = Table("", *KINDS)
         runs = [run(folder, kind, overrides) for kind in KINDS]
         for name in METRICS:
-            table.add_row(name, *(f"{min(values[name]):.3g} to {max(values[name]):.3g}" for values in runs))
+            shown = (f"{min(found):.3g} to {max(found):.3g}" if (found := values[name]) else "" for values in runs)
+            table.add_row(name, *shown)
         table.add_row(CPU, *(f"{values[CPU][0]:.0f}" for values in runs))
         Console(width=120).print(table)
 

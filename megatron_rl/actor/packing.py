@@ -73,6 +73,20 @@ class MicroBatch:
         spread = own.new_zeros(len(self.targets)).index_copy(0, self.own, own)
         return reduce_from_tensor_model_parallel_region(spread, group=cp.group)
 
+    def places(self, lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
+        """int64 [this rank's tokens]: the number of each among the tokens of all sequences of a batch, -1 of padding.
+
+        Args:
+            lengths: of the batch's entries, each one sequence.
+        """
+        starts = self.offsets.cpu().numpy()
+        here = held(np.diff(starts).tolist(), cp, cp_rank)
+        local = np.searchsorted(starts, here, side="right") - 1
+        within = here - starts[local]
+        own = np.array([lengths[row] for row in self.rows] + [0])  # the last: padding behind them
+        first = np.cumsum([0, *lengths])[[*self.rows, 0]]
+        return np.where(within < own[local], first[local] + within, -1)
+
     def concatenate(self, per_token: Mapping[int, np.ndarray]) -> Tensor:
         """Arrays by sequence of the batch -> float32 [scored tokens] of this micro-batch."""
         parts = [np.asarray(per_token[row], dtype=np.float32) for row in self.rows]

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.models import Model
 from megatron_rl.runtime import device
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import Chunk, routers
 from megatron_rl.seams.megatron_moe import BIAS
 
@@ -98,6 +100,35 @@ def as_chosen(experts: np.ndarray, layer: int) -> Tensor:
 def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
     """The routings of all routers on this rank."""
     return [LayerRouting(layer, router, replay) for chunk in chunks for layer, router in routers(chunk)]
+
+
+def choices(
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    model: Model,
+    grid: ProcessGrid,
+    sequence_parallel: bool,
+) -> list[np.ndarray]:
+    """The experts that each token of a batch went to in its last pass, on every rank, which all call it: int16
+    [tokens, layers, experts per token] of every sequence, 0 in layers without experts.
+
+    Args:
+        micro_batches: this rank's of the batch, routed with `Pass.chosen`.
+        lengths: of the batch's entries, each one sequence.
+    """
+    assert model.experts is not None
+    ends = np.cumsum(lengths)
+    # An even number of int16, for what is summed below: one rank has an entry's bits, and all others zeros.
+    flat = np.zeros((ends[-1] + ends[-1] % 2, model.dims["layers"], model.experts.top_k), dtype=np.int16)
+    for micro in micro_batches if sequence_parallel or grid.tp_rank == 0 else ():
+        places = micro.places(lengths, grid.cp, grid.cp_rank)
+        if sequence_parallel:
+            places = np.split(places, grid.tp)[grid.tp_rank]
+        is_token = places >= 0
+        for layer, chosen in micro.chosen_experts.items():
+            flat[places[is_token], layer - 1] = chosen.cpu().numpy()[is_token]
+    grid.sum_array(flat.reshape(-1).view(np.int32))
+    return np.split(flat[: ends[-1]], ends[:-1])
 
 
 def expert_load(routings: Sequence[LayerRouting], layers: Sequence[int], experts: int) -> dict[str, float]:

@@ -51,14 +51,16 @@ class TokenBatch:
         cls,
         parts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]],
         images: Sequence[PromptImages | None] = (),
+        experts: Sequence[np.ndarray] = (),
     ) -> TokenBatch:
-        """(what is given, what is scored) of every sequence, and the images in it, all of them known to every rank."""
+        """(what is given, what is scored) of every sequence, the images in it, and the experts that its tokens go to; all of
+        them known to every rank."""
         tokens, loss_mask = dict[int, np.ndarray](), dict[int, np.ndarray]()
         for row, (given, scored) in enumerate(parts):
             tokens[row] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)])
             loss_mask[row] = np.arange(len(given) + len(scored)) >= len(given)
         seen = {row: own for row, own in enumerate(images) if own is not None}
-        return cls([len(ids) for ids in tokens.values()], tokens, loss_mask, images=seen)
+        return cls([len(ids) for ids in tokens.values()], tokens, loss_mask, dict(enumerate(experts)), images=seen)
 
     @classmethod
     def ends(cls, sequences: Iterable[Sequence[int] | np.ndarray]) -> TokenBatch:

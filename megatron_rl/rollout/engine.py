@@ -129,12 +129,23 @@ def drain(engine: Engine) -> Iterator[Completion]:
             yield ended
 
 
-def score_by_queue(
-    engine: Engine, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
-) -> list[np.ndarray]:
-    """`Engine.score` by requests that score their tokens and draw one more, which is dropped."""
+def read(
+    engine: Engine, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()
+) -> list[Completion]:
+    """The answers, in order, to requests that score their tokens and draw one more, which nobody needs.
+
+    Raises:
+        EngineError: as of `Engine.score`.
+    """
     greedy = Sampling(0.0, 1.0, max_tokens=1)
     seen = dict(enumerate(images))
     engine.submit([Request(("", i), tokens, greedy, None, True, seen.get(i)) for i, tokens in enumerate(sequences)])
-    scores = {completion.request.name: completion.token_scores for completion in drain(engine)}
-    return [scores["", i] for i in range(len(sequences))]
+    answers = {completion.request.name: completion for completion in drain(engine)}
+    return [answers["", i] for i in range(len(sequences))]
+
+
+def score_by_queue(
+    engine: Engine, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
+) -> list[np.ndarray]:
+    """`Engine.score`, of the answers that `read` gets."""
+    return [completion.token_scores for completion in read(engine, sequences, images)]

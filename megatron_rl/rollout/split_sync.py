@@ -82,10 +82,10 @@ class Subscriber:
         """Compares the engine's log-probs with those that the ranks that learn have sent, and tells them."""
         link, learners = self._grid.everyone, self._grid.learners
         nothing = list[Any]()
-        sequences, images, log_probs = link.broadcast((nothing, nothing, nothing))
+        sequences, images, log_probs, experts = link.broadcast((nothing, nothing, nothing, nothing))
         difference, error = SyncDifference(), None
         try:
-            difference = self._sync.check(Scored(sequences, images, log_probs, lambda: log_probs))
+            difference = self._sync.check(Scored(sequences, images, log_probs, lambda experts: log_probs, experts))
         except SyncError as failure:
             error = failure
         link.broadcast((difference, error and str(error)), source=learners)
@@ -145,7 +145,7 @@ class Publisher:
             SyncError: further than the tolerance allows.
         """
         link = self._grid.everyone
-        link.broadcast((scored.sequences, scored.images, scored.log_probs))
+        link.broadcast((scored.sequences, scored.images, scored.log_probs, scored.experts))
         difference, error = link.broadcast((SyncDifference(), None), source=self._grid.learners)
         if error is not None:
             raise SyncError(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
 from megatron_rl.models import Model
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine import Completion, Engine, read
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.vllm_probe import VllmProbe
 from megatron_rl.runtime import device
@@ -34,15 +34,23 @@ _DEFAULT_TOLERANCE_OF_EXPERTS = {"float32": 3e-5, "bfloat16": 0.1}
 # to 0.20 with an actor in FP8.
 _DEFAULT_TOLERANCE_OF_FP8 = 0.2
 PERCENTILE, _PERCENTILE_FACTOR = 99, 10  # it may be this many times the mean's tolerance
+# Of the engine's experts of a layer, those that the actor has not chosen, as a share of what two routers that know nothing
+# of each other come to. Rounding tips few: docs/mismatch.md has figures.
+_MOST_OF_CHANCE = 0.25
 
 
 @dataclass(frozen=True)
 class SyncDifference:
-    """|log-prob of the engine - log-prob of the actor| over tokens: mean, 99th percentile, largest."""
+    """|log-prob of the engine - log-prob of the actor| over tokens: mean, 99th percentile, largest.
+
+    `experts`: the share of a token's experts in the engine that the actor has not chosen, of the layer where it is largest;
+    None: the engine does not say.
+    """
 
     mean: float = 0.0
     percentile: float = 0.0
     largest: float = 0.0
+    experts: float | None = None
 
     @staticmethod
     def of(differences: np.ndarray) -> SyncDifference:
@@ -59,7 +67,13 @@ class SyncDifference:
             "sync/logprob_mean_diff": self.mean,
             "sync/logprob_p99_diff": self.percentile,
             "sync/logprob_max_diff": self.largest,
-        }
+        } | ({} if self.experts is None else {"sync/experts_max_diff": self.experts})
+
+
+def chosen_otherwise(of_engine: np.ndarray, of_actor: np.ndarray) -> np.ndarray:
+    """The share of the engine's experts that the actor has not chosen, float64 [layers], of [tokens, layers, experts per
+    token] each."""
+    return 1 - (of_engine[..., None] == of_actor[..., None, :]).any(axis=-1).mean(axis=(0, 2))
 
 
 class TrainedWeights(Protocol):
@@ -109,13 +123,21 @@ class EngineProbe(Protocol):
 
 @dataclass(frozen=True)
 class Scored:
-    """Sequences of token ids, the images in them, and the trained model's log-probs of every token but the first of each:
-    float32 [len - 1]. `again` computes these once more, where the weights may have left the device."""
+    """Sequences of token ids, and what the trained model makes of them.
+
+    Attributes:
+        images: in the sequences.
+        log_probs: of every token but the first of each, float32 [len - 1].
+        again: computes these once more, where the weights may have left the device; every token goes to the given experts,
+            or with () to those that the model chooses.
+        experts: that it has chosen, int16 [len, layers, experts per token]; None where the engine does not say its own.
+    """
 
     sequences: Sequence[Sequence[int]]
     images: Sequence[PromptImages | None]
     log_probs: Sequence[np.ndarray]
-    again: Callable[[], Sequence[np.ndarray]]
+    again: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+    experts: Sequence[np.ndarray] | None = None
 
 
 class WeightSync(ABC):
@@ -139,51 +161,102 @@ class WeightSync(ABC):
         """
 
     def check(self, scored: Scored) -> SyncDifference:
-        """How far the engine's log-probs are from the trained model's, over all tokens but the first of each sequence.
+        """How far the engine is from the trained model, over all tokens but the first of each sequence.
 
         Every engine scores the same sequences. The comparison is over all ranks, so all of them return or raise alike: each
         number is that of the worst engine.
 
         Raises:
-            SyncError: where the mean or the 99th percentile is above its tolerance, or not finite, with a diagnosis.
+            SyncError: where the mean or the 99th percentile of log-probs is above its tolerance, or not finite, or a layer's
+                routers choose otherwise, with a diagnosis.
         """
         if not scored.sequences:
             return SyncDifference()
-        log_probs = np.concatenate(self.engine.score(scored.sequences, scored.images))
-        differences = np.abs(log_probs - np.concatenate(scored.log_probs))
-        by_rank = self.grid.gather_rows(np.array(astuple(SyncDifference.of(differences))))
-        worst = SyncDifference(*by_rank.max(axis=0).tolist())  # NaN if any is
+        answers = read(self.engine, scored.sequences, scored.images)
+        log_probs = np.concatenate([answer.token_scores for answer in answers])
+        found = SyncDifference.of(np.abs(log_probs - np.concatenate(scored.log_probs)))
+        otherwise = self._chosen_otherwise(scored, answers)
+        by_rank = self.grid.gather_rows(np.array([found.mean, found.percentile, found.largest, *otherwise.values()]))
+        mean, percentile, largest, *by_layer = by_rank.max(axis=0).tolist()  # NaN if any is
+        worst = SyncDifference(mean, percentile, largest, max(by_layer, default=None))
+        wrong = ""
         if not worst.within(self.tolerance):
-            bad = [rank for rank, row in enumerate(by_rank) if not SyncDifference(*row).within(self.tolerance)]
-            engines = sorted({rank // self.grid.engine.size for rank in bad})
-            raise SyncError(
-                f"after a weight sync the engine's log-probs differ from the actor's by {worst.mean:.3g} in the mean, by "
+            wrong = (
+                f"the engine's log-probs differ from the actor's by {worst.mean:.3g} in the mean, by "
                 f"{worst.percentile:.3g} at the {PERCENTILE}th percentile and by up to {worst.largest:.3g}; "
                 f"rollout.sync_tolerance = {self.tolerance:g} allows a mean of that and {_PERCENTILE_FACTOR} times that at "
-                f"the percentile. Engines affected: {engines} of {self.grid.engine.count}. "
-                f"{self._diagnose(scored, log_probs)}"
+                "the percentile"
+            )
+            bad = [rank for rank, row in enumerate(by_rank) if not SyncDifference(*row[:3]).within(self.tolerance)]
+        elif worst.experts is not None and worst.experts > self._most_otherwise:
+            at = next(i for i, share in enumerate(by_layer) if share > self._most_otherwise)
+            wrong = (
+                f"the actor has not chosen {by_layer[at]:.0%} of the experts that tokens go to in the engine's layer "
+                f"{[*otherwise][at]} (the first is 0); rounding may tip {self._most_otherwise:.0%}"
+            )
+            bad = np.flatnonzero(by_rank[:, 3 + at] > self._most_otherwise).tolist()
+        if wrong:
+            engines = sorted({rank // self.grid.engine.size for rank in bad})
+            raise SyncError(
+                f"after a weight sync {wrong}. Engines affected: {engines} of {self.grid.engine.count}. "
+                f"{self._diagnose(scored, answers)}"
             )
         return worst
 
-    def _diagnose(self, scored: Scored, log_probs: np.ndarray) -> str:
+    def _chosen_otherwise(self, scored: Scored, answers: Sequence[Completion]) -> dict[int, float]:
+        """`chosen_otherwise` by layer with experts, {} where nothing says what was chosen; of a sequence's last token the
+        engine may not have."""
+        if scored.experts is None:
+            return {}
+        of_engine = _experts_of(answers)
+        shares = chosen_otherwise(
+            np.concatenate([chosen[:-1] for chosen in of_engine]), np.concatenate([own[:-1] for own in scored.experts])
+        )
+        return {layer: shares[layer] for layer in sorted(self.source.model.expert_layers)}
+
+    @property
+    def _most_otherwise(self) -> float:
+        experts = self.source.model.experts
+        assert experts is not None
+        return _MOST_OF_CHANCE * (1 - experts.top_k / experts.count)
+
+    def _diagnose(self, scored: Scored, answers: Sequence[Completion]) -> str:
         """Names the first tensor that is not what was sent, in what the engine holds and in the copies that it computes
         with; where there is none, says which of the two computes otherwise when asked again. What was sent has been compared
-        by `push`. `log_probs`: the engine's, float32 [tokens]."""
+        by `push`. `answers`: the engine's."""
+        log_probs = np.concatenate([answer.token_scores for answer in answers])
         again = [np.abs(np.concatenate(self.engine.score(scored.sequences, scored.images)) - log_probs).max()]
         if self.grid.link is not None:
             return "Every tensor came as the actor holds it: the two compute differently (model.dtype, actor.fp8, kernels)."
         self._probe.drop_cache()
-        again.append(np.abs(np.concatenate(scored.again()) - np.concatenate(scored.log_probs)).max())
+        again.append(np.abs(np.concatenate(scored.again(())) - np.concatenate(scored.log_probs)).max())
+        replayed = 0.0
+        if scored.experts is not None:
+            replayed = np.abs(np.concatenate(scored.again(_experts_of(answers))) - log_probs).mean()
         if difference := self._probe.first_difference(self.source.iter_hf_weights()):
             return difference
-        of_engine, of_actor = self.grid.gather_rows(np.array(again)).max(axis=0)
-        return (
+        of_engine, of_actor, replayed = self.grid.gather_rows(np.array([*again, replayed])).max(axis=0)
+        text = (
             "Every tensor was sent as the actor holds it, and what can be read back from the engine agrees: the two "
             f"compute differently. Asked again, the engine answers as before but for {of_engine:.3g} and the actor but for "
             f"{of_actor:.3g}. Where these are small, compare their kernels and dtypes (model.dtype, actor.fp8), or raise "
             "rollout.sync_tolerance if the difference is expected; where one is as large as the difference itself, that side "
             "does not compute the same thing twice: try OMP_NUM_THREADS=1, and another machine."
         )
+        if scored.experts is not None:
+            text += (
+                f" With every token sent to the engine's experts in the actor too, {replayed:.3g} of the mean is left."
+            )
+        return text
+
+
+def _experts_of(answers: Sequence[Completion]) -> list[np.ndarray]:
+    """Of every token that was scored."""
+    experts = list[np.ndarray]()
+    for answer in answers:
+        assert answer.experts is not None, "the engine was started with actor.moe.routing_replay=rollout"
+        experts.append(answer.experts[: len(answer.request.tokens)])
+    return experts
 
 
 class SlicedSync(WeightSync):
@@ -223,7 +296,7 @@ class AdapterSync(WeightSync):
     def push(self) -> None:
         self.engine.load(self.source.iter_adapters(), self.source.optimizer_steps)
 
-    def _diagnose(self, scored: Scored, log_probs: np.ndarray) -> str:
+    def _diagnose(self, scored: Scored, answers: Sequence[Completion]) -> str:
         return (
             "The engine adds the actor's adapters to the weights that it has read from the model's folder; "
             "nothing compares either with the actor's. With actor.lora.sync=merged every tensor is compared."

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.actor.routing import choices
 from megatron_rl.actor.update_result import UpdateResult
 from megatron_rl.algorithms import Algorithm, StepAdvantages
 from megatron_rl.algorithms.aggregation import Denominators
@@ -140,17 +141,23 @@ class Learner:
         """The actor's log-probs of sequences of two tokens or more, at temperature 1, on every rank: its side of the check
         after a weight sync. `images`: of the sequences' prompts, where these may have some."""
 
-        def log_probs() -> list[np.ndarray]:
+        def again(experts: Sequence[np.ndarray]) -> list[np.ndarray]:
             self.actor.onload_weights()  # before the diagnosis of a sync the engine has the device
-            return self._scores(sequences, images)
+            return self._scores(sequences, images, experts)[0]
 
-        return Scored(sequences, images, self._scores(sequences, images) if sequences else [], log_probs)
+        log_probs, experts = self._scores(sequences, images) if sequences else ([], None)
+        return Scored(sequences, images, log_probs, again, experts)
 
-    def _scores(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]) -> list[np.ndarray]:
-        """float32 [len - 1] of each sequence."""
-        micro_batches = self.actor.micro_batches(
-            TokenBatch.continuations(((tokens[:1], tokens[1:]) for tokens in sequences), images)
-        )
+    def _scores(
+        self,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[PromptImages | None],
+        experts: Sequence[np.ndarray] = (),
+    ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """float32 [len - 1] of each sequence, and the experts that its tokens went to, where the engine says its own;
+        `experts`: those to go to."""
+        batch = TokenBatch.continuations(((tokens[:1], tokens[1:]) for tokens in sequences), images, experts)
+        micro_batches = self.actor.micro_batches(batch)
         ends = np.cumsum([len(tokens) - 1 for tokens in sequences])
         scores = np.zeros(ends[-1], dtype=np.float32)
         by_row = np.split(scores, ends[:-1])
@@ -160,7 +167,10 @@ class Learner:
                 by_row[row][:] = log_probs[micro.sequence_ids == local].cpu().numpy()
         device.empty_cache()  # the engine takes the device next, and finds what this pass took free
         self._grid.sum_array(scores)
-        return by_row
+        if self.config.actor.moe.routing_replay != "rollout":
+            return by_row, None
+        cut = self.config.actor.parallel.sequence
+        return by_row, choices(micro_batches, batch.lengths, self.actor.model, self._grid, cut)
 
     # ---------------------------------------------------------------------------------------------------------- update
     def update(

@@ -270,13 +270,22 @@ def _updates(
         for per_token in (batch.rollout_logprobs, batch.advantages):
             per_token[3] = per_token[3][:-1]
     learner = Learner(config, actor, algorithm, StepTimer())
+    choices = _choices(learner, [*batch.sequences.tokens.values()]) if layout.given else None
     first = minibatches(batch.group, config.trainer.minibatches)[0]
     with mock.patch.object(actor, "shares", _first_as(actor.shares, first, parts)):
         found = _parts(actor, batch.sequences.lengths, first)
         metrics = learner.update(batch, None, measure_variance=layout.measured)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     variance = {name: metrics.pop(name) for name in [*metrics] if name.startswith("gradient/")}
-    return {"metrics": metrics, "weights": weights, "variance": variance, "parts": found}
+    return {"metrics": metrics, "weights": weights, "variance": variance, "parts": found, "choices": choices}
+
+
+def _choices(learner: Any, sequences: list[np.ndarray]) -> list[Tensor]:
+    """The experts that every token goes to by itself; sent to them, it has the same log-prob."""
+    scored = learner.score(sequences)
+    for again, before in zip(scored.again(scored.experts), scored.log_probs, strict=True):
+        np.testing.assert_allclose(again, before, rtol=0, atol=1e-6)
+    return [torch.from_numpy(chosen) for chosen in scored.experts]
 
 
 def _parts(actor: Actor, lengths: Sequence[int], rows: Sequence[int]) -> list[list[int]]:

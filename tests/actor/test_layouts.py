@@ -254,6 +254,18 @@ def test_replay_keeps_tokens_at_their_experts(root: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_every_layout_tells_which_experts_a_token_went_to(root: Path) -> None:
+    wanted = _load(root, "alone given")["seq-mean-token-mean"]["choices"]
+    assert len(torch.cat(wanted).flatten(0, 1).unique(dim=0)) > 8, "they differ"
+    layouts = [layout.name for layout in TWO + FOUR if layout.given]
+    assert {name[:2] for name in layouts} == {"TP", "PP", "CP"}
+    for name in layouts:
+        found = _load(root, name)["seq-mean-token-mean"]["choices"]
+        for own, want in zip(found, wanted, strict=True):
+            assert torch.equal(own.sort(dim=-1).values, want.sort(dim=-1).values), name
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "model", "tower"),
     [("images", "model-images", "visual."), ("deepstack", "model-deepstack-False", "model.visual.")],

@@ -84,11 +84,40 @@ def main(run_dir: Path) -> None:
         }
         (run_dir / "prefixes.json").write_text(json.dumps({key: float(value) for key, value in record.items()}))
     run.report.log(2, evaluate(run.sampler, run.report, 2, run.config.trainer.steps))
+    misled = misrouted(run)
+    if grid.rank == 0:
+        (run_dir / "misrouted.json").write_text(json.dumps(misled))
     credit = by_turn(run, rollouts)
     if grid.rank == 0:
         (run_dir / "credit.json").write_text(json.dumps(credit))
     run.close()
     distributed.shutdown()
+
+
+def misrouted(run: Any) -> dict[str, Any]:
+    """What the check after a sync finds, and what it says where an engine's second layer chooses experts otherwise and
+    log-probs may differ as they like."""
+    from megatron_rl.weights.transfer import SyncError
+
+    scored = run.score_by_actor()
+    found: dict[str, Any] = {"healthy": run.sync.check(scored).experts}
+    gates = []
+
+    def mislead(model: Any) -> None:
+        gate = model.model.layers[1].mlp.gate
+        gates.append(gate.register_forward_hook(lambda module, taken, output: (output[0].flip(-1), output[1])))
+
+    if run.grid.engine.index == run.grid.engine.count - 1:
+        run.sampler.engine.llm.apply_model(mislead)
+    before, run.sync.tolerance = run.sync.tolerance, 1e9
+    try:
+        run.sync.check(scored)
+    except SyncError as error:
+        found["said"] = str(error)
+    run.sync.tolerance = before
+    for gate in gates:
+        gate.remove()
+    return found
 
 
 def by_turn(run: Any, rollouts: Any) -> dict[str, Any]:

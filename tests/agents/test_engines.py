@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -193,6 +194,7 @@ class Ran:
         records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
         self.drawn = {record["row"]: record for record in records}
         self.credit = json.loads((run_dir / "credit.json").read_text())
+        self.misrouted = json.loads((run_dir / "misrouted.json").read_text())
         self.prefixes = json.loads((run_dir / "prefixes.json").read_text())
         self.samples = [json.loads(line) for line in (run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
         self.metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -241,6 +243,16 @@ def test_every_token_has_the_experts_that_transformers_chooses(of_two_ranks: Ran
                 for layer, logits in enumerate(routers):
                     expected = logits.topk(EXPERTS["num_experts_per_tok"]).indices.sort().values
                     np.testing.assert_array_equal(np.sort(chosen[:-1, layer]), expected[:-1].numpy())
+
+
+def test_a_router_that_chooses_otherwise_is_seen_and_named(of_two_ranks: Ran, two_engines: Ran) -> None:
+    for ran, engines in ((of_two_ranks, "[0] of 1"), (two_engines, "[1] of 2")):
+        assert ran.misrouted["healthy"] == 0
+        assert [row["sync/experts_max_diff"] for row in ran.metrics if row["step"] == 1] == [0]
+        said = ran.misrouted["said"]
+        assert "in the engine's layer 1 (the first is 0); rounding may tip 12%" in said
+        assert f"Engines affected: {engines}. Every tensor was sent as the actor holds it" in said
+        assert re.search(r"sent to the engine's experts in the actor too, 0\.\d+ of the mean is left", said)
 
 
 def test_each_turn_is_drawn_behind_the_history_as_the_template_writes_it(of_two_ranks: Ran, two_engines: Ran) -> None:

@@ -170,11 +170,15 @@ def damage_sync(run: Any) -> dict[str, str]:
     faults["not a number"] = verdict()
     run.sync.push()
     faults["pushed at last"] = verdict()
-    score = engine.score
+    take_step = engine.step
     wrong = iter([0.01])  # the first time only
-    engine.score = lambda *given: [one + next(wrong, 0.0) for one in score(*given)]
+
+    def otherwise() -> list[Any]:
+        return [replace(ended, token_scores=ended.token_scores + next(wrong, 0.0)) for ended in take_step()]
+
+    engine.step = otherwise
     faults["once"] = verdict()
-    engine.score = score
+    engine.step = take_step
     shapes, notes = engine.shard_shapes, []
     engine.shard_shapes = lambda: {**shapes(), KEPT: (1,)}
     assert isinstance(make_sync(run.config, run.grid, actor, engine, notes.append), WholeSync)

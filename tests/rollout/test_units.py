@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import rollout_seed
-from megatron_rl.rollout.sync import SyncDifference, make_sync
+from megatron_rl.rollout.sync import SyncDifference, chosen_otherwise, make_sync
 from megatron_rl.rollout.vllm_engine import gpu_options
 from megatron_rl.rollout.vllm_probe import is_shard
 from megatron_rl.runtime.distributed import ALONE
@@ -77,6 +77,16 @@ def test_a_few_wrong_tokens_are_seen_by_the_percentile():
     differences[:11] = 2.0
     assert SyncDifference.of(differences).mean < 0.05
     assert not SyncDifference.of(differences).within(0.05)
+
+
+def test_experts_are_compared_by_layer_as_sets() -> None:
+    of_engine = np.array([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])  # [tokens, layers, experts per token]
+    assert chosen_otherwise(of_engine, of_engine[..., ::-1].astype(np.int16)).tolist() == [0, 0]
+    of_actor = of_engine.copy()
+    of_actor[1, 0] = [5, 0]
+    assert chosen_otherwise(of_engine, of_actor).tolist() == [0.25, 0]
+    two_routers = np.random.default_rng(0).random((2, 5000, 1, 8)).argsort(axis=-1)[..., :2]
+    assert chosen_otherwise(*two_routers)[0] == pytest.approx(1 - 2 / 8, abs=0.02)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
