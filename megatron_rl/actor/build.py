@@ -135,6 +135,11 @@ def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
 
 def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype, exactly: bool = False) -> list[Chunk]:
     """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device; `exactly`: `rollout.exact`."""
+    with device.plain_layers() if exactly else contextlib.nullcontext():
+        return _build_chunks(model, actor, dtype, exactly)
+
+
+def _build_chunks(model: Model, actor: ActorConfig, dtype: torch.dtype, exactly: bool) -> list[Chunk]:
     if device.has_gpu():
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:

@@ -1,10 +1,12 @@
-"""A decoder's operations on a CPU, each row computed by itself: its bits depend on nothing that stands beside it in a batch.
+"""A decoder's operations, each row computed by itself: its bits depend on nothing that stands beside it in a batch.
 
 The actor and the engine both call these with `rollout.exact` (`seams.megatron_exact`, `seams.vllm_exact`), so that the same
 sequence has the same log-probs in both, in whatever batch and packing. A matrix product of torch's on a CPU rounds otherwise
 for a few rows than for many, and silu otherwise in the last elements of a tensor. So products are called with a fixed number
 of rows, attention goes over fixed blocks of a sequence's keys, and the rest is made of operations that round each element
 alike wherever it stands: sums, products, quotients, square roots, exp and log. `check_machine` asks whether it is so here.
+
+On a GPU products and attention are vLLM's (`seams.vllm_invariant`), and the rest is this.
 
 All of it is computed in float32, and rounded to the inputs' dtype where an operation ends.
 """
@@ -21,11 +23,14 @@ from torch import Tensor
 
 ROWS = 64  # of one matrix product
 KEYS = 32  # that one product of attention takes; an engine's pages hold a multiple
+gpu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a process with a GPU
 
 
 # ------------------------------------------------------------------------------------------------------------- products
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x @ weight.T: [..., k] and [n, k] -> [..., n], in the dtype of `x`."""
+    if gpu_linear is not None:
+        return gpu_linear(x, weight, None)
     rows, factor = x.reshape(-1, x.shape[-1]).float(), weight.float().t()
     out = rows.new_empty(len(rows), factor.shape[1])
     whole = len(rows) - len(rows) % ROWS
@@ -39,12 +44,19 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `product` in the dtype of `x`, and then adds the bias [n]: [..., k] -> [..., n]."""
+    if gpu_linear is not None:
+        return gpu_linear(x, weight, bias)
     out = product(x, weight)
     return out if bias is None else out + bias
 
 
 def row_sums(x: Tensor) -> Tensor:
     """Sums each row: [rows, n] -> [rows]. torch would sum a single long row in parts, one for each thread."""
+    if gpu_linear is not None:  # torch's sum of a row has another order where there are few
+        x = F.pad(x, (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1]))
+        while (half := x.shape[1] // 2) > 0:
+            x = x[:, :half] + x[:, half:]
+        return x[:, 0]
     return torch.cat([x, x]).sum(dim=-1)[:1] if len(x) == 1 else x.sum(dim=-1)
 
 
@@ -163,7 +175,7 @@ def queries_of_item(heads: int, kv_heads: int) -> int:
 
 def attention(
     query: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, items: Items, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Causal attention of packed queries to the keys of their sequences, which lie in pages (Dao et al. 2022, by blocks).
 
     Args:
@@ -172,7 +184,7 @@ def attention(
         table: int64 [sequences, pages of each]: its pages, in order.
 
     Returns:
-        [tokens, heads, d] in the dtype of `query`, and float32 [tokens, heads]: the logarithm of the softmax's denominator.
+        [tokens, heads, d] in the dtype of `query`.
     """
     heads, width, kv_heads, page = query.shape[1], query.shape[2], key_pages.shape[1], key_pages.shape[2]
     (count, size), group = items.tokens.shape, heads // kv_heads
@@ -202,9 +214,8 @@ def attention(
         out[:rows].mul_(kept[..., None]).add_(torch.bmm(weights[:rows], values)[:, :used])
         top[:rows] = highest
     shape = (count, kv_heads, items.used, group)
-    logs = (top + total.log()).view(shape).transpose(1, 2).reshape(-1, heads)
     out = (out / total[..., None]).view(*shape, width).transpose(1, 2).reshape(-1, heads, width)
-    return out[items.place].to(query.dtype), logs[items.place]
+    return out[items.place].to(query.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------- experts
@@ -254,15 +265,25 @@ def log_softmax(logits: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- machine
-def check_machine(width: int = 96) -> list[str]:
+def check_machine(
+    attend_from: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    width: int = 96,
+) -> list[str]:
     """Lists the operations that do not give a row the same bits in every batch on this machine; [] where all do.
 
-    Each is computed of many rows and again of some of them. `width`: of a row, a larger multiple of 32.
+    Each is computed of many rows and again of some of them.
+
+    Args:
+        attend_from: as `_attend_from`; None: that.
+        device: None: the CPU.
+        width: of a row, a larger multiple of 32.
     """
-    chance = torch.Generator().manual_seed(0)
+    chance, attend = torch.Generator().manual_seed(0), attend_from or _attend_from
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=chance)
+        return torch.randn(shape, generator=chance).to(device, dtype)
 
     x, weight, turns = 3 * draw(3 * ROWS + 5, width), draw(width + 4, width), draw(3 * ROWS + 5, 32)
     by_rows: dict[str, Callable[[slice], Tensor]] = {
@@ -272,7 +293,7 @@ def check_machine(width: int = 96) -> list[str]:
         "rotate": lambda rows: rotate(x[rows].view(-1, width // 32, 32), turns[rows]),
         "route": lambda rows: route(x[rows], 3, False)[0],
         "head": lambda rows: log_softmax(x[rows], [width - 32, 32]),
-        "attention": lambda rows: _attend_from(x[rows], x, rows.start),
+        "attention": lambda rows: attend(x[rows], x, rows.start),
     }
     slices = [slice(at, at + count) for at, count in ((0, 1), (3, 1), (ROWS - 1, 2), (5, 9), (ROWS, ROWS), (17, 133))]
     whole = {name: compute(slice(0, len(x))) for name, compute in by_rows.items()}
@@ -292,4 +313,4 @@ def _attend_from(query: Tensor, keys: Tensor, first: int) -> Tensor:
     queries, seen = torch.tensor([1, len(query)]), torch.tensor([1, first + len(query)])
     items = Items.of(queries, seen, queries_of_item(heads, heads))
     packed = torch.cat([keys[:1], query]).view(-1, heads, 32)
-    return attention(packed, pages, pages, table, items, 0.2)[0][1:]
+    return attention(packed, pages, pages, table, items, 0.2)[1:]

@@ -101,14 +101,13 @@ class MoEConfig(Section):
     )
     routing_replay: Literal["none", "old_log_probs", "rollout"] = key(
         "none",
-        "where tokens go in the updates. `none`: to the experts that the router chooses; `old_log_probs`: to those that it "
-        "chose when the old log-probs were computed, whatever it says since; `rollout`: to those that the engine chose, for "
-        "the old log-probs too",
+        "a token's experts in the updates: those that the router chooses; those that it chose for the old log-probs; those "
+        "that the engine chose, for the old log-probs too",
     )
     bias_update_rate: Annotated[float, Field(ge=0, le=1)] = key(
         0.0,
-        "how much every update moves the biases by which a router chooses experts (DeepSeek-V3's, GLM-4.5's): up where fewer "
-        "of its tokens went than to the mean expert, down where more; 0: they stay",
+        "how much every update moves the biases by which a router chooses experts (DeepSeek-V3's, GLM-4.5's): up for "
+        "experts with fewer tokens than the mean, down for those with more; 0: they stay",
     )
 
 

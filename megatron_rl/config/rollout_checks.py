@@ -85,10 +85,10 @@ def _check_like_lengths(config: Config) -> Iterator[str]:
 
 def check_rollout_machine(config: Config) -> Iterator[str]:
     """Yields a sentence per key of `rollout` that a GPU's kernels refuse; for a machine that has one."""
-    if config.rollout.exact:
+    if config.rollout.exact and config.model.dtype == "float32":
         yield (
-            "`rollout.exact` has operations for a CPU only: on a GPU vLLM and Transformer Engine have kernels of their own, "
-            "which round otherwise; set it to false, and see algorithm.correction"
+            "`rollout.exact` multiplies with fewer digits than float32 has on a GPU (vLLM's kernel, in TF32), and "
+            "`model.dtype` is float32; set model.dtype=bfloat16, or rollout.exact=false"
         )
     if config.rollout.fp8 != "none" and config.model.dtype == "float32":
         yield (

@@ -71,8 +71,8 @@ class RolloutConfig(Section):
     max_tokens: Tokens = key(512, "new tokens per rollout")
     exact: bool = key(
         False,
-        "CPU: engine and actor compute with the same operations, each token by itself: the log-probs recorded while drawing "
-        "are the actor's old ones bit for bit ([mismatch.md](mismatch.md#exactly-none))",
+        "engine and actor compute with the same operations, each token by itself: the log-probs recorded while drawing are "
+        "the actor's old ones bit for bit ([mismatch.md](mismatch.md#exactly-none); not run on a GPU)",
     )
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = key(
         1.0, "of training rollouts and the actor's log-probs"
@@ -92,8 +92,8 @@ class RolloutConfig(Section):
     )
     sync: Literal["sliced", "whole"] = key(
         "sliced",
-        "how weights get into the engines: each process gets its own slice of them, or every tensor whole, one at a time. "
-        "Where the engine keeps a weight in a way that is not known here, they go whole, and the log says so",
+        "how weights get into the engines: each process gets its own slice, or every tensor whole. Where the engine keeps a "
+        "weight in an unknown way they go whole, and the log says so",
     )
     sync_check_every: Steps = key(
         1, "steps between comparisons of log-probs after a weight sync; also before the first step"

@@ -307,8 +307,8 @@ class LaunchConfig(Section):
     )
     generators: Ranks | None = key(
         None,
-        "split placement: the last so many processes of all only generate, a step ahead of the others, which only learn; "
-        "null: every process does both ([long-tails.md](long-tails.md#split-placement)). "
+        "split placement: the last so many processes only generate, a step ahead of the others; "
+        "null: all do both ([long-tails.md](long-tails.md#split-placement)). "
         "`algorithm.correction.weight` is then `token` by default",
     )
     timeout_minutes: Minutes = key(

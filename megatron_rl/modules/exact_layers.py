@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megatron_rl.base import exact_rows as exact
 from megatron_rl.models import Model
-from megatron_rl.modules.layers import PackedAttention, Padding, SequenceParallelRMSNorm
+from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm, packed_attention
 from megatron_rl.modules.rotary import inverse_frequencies
+from megatron_rl.runtime import device
 from megatron_rl.seams.megatron_exact import make_experts_exact, make_products_exact
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ def rotary_table(model: Model) -> Tensor:
 
 def make_exact(chunk: Chunk, model: Model) -> None:
     """From here on a chunk's forward passes are `base.exact_rows`'s, from the embedding to the last norm."""
-    turns = rotary_table(model)
+    turns = rotary_table(model).to(device.device())
+    if device.has_gpu():
+        from megatron_rl.seams import vllm_invariant
+
+        vllm_invariant.use()
     make_products_exact(chunk)
     make_experts_exact(chunk)
     compute: dict[nn.Module, Callable[..., Tensor | None]] = {
@@ -67,48 +72,54 @@ def _attend(
     packed_seq_params: PackedSeqParams,
     **_: object,
 ) -> Tensor:
-    offsets = packed_seq_params.cu_seqlens_q.long()
-    lengths = offsets.diff()
-    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    offsets, longest = packed_seq_params.cu_seqlens_q.long(), int(packed_seq_params.max_seqlen_q)
+    positions = torch.arange(len(query), device=query.device) - offsets[:-1].repeat_interleave(offsets.diff())
     query, key = (exact.rotate(x, turns[positions]) for x in (query, key))
     scale = attention.softmax_scale or query.shape[-1] ** -0.5
-    return _Attention.apply(query, key, value, offsets, int(packed_seq_params.max_seqlen_q), scale)
+    if device.has_gpu():
+        from megatron_rl.seams.vllm_invariant import attend
+
+        exactly = partial(attend, queries=offsets, keys=offsets, longest=longest, scale=scale)
+    else:
+        exactly = partial(_attend_on_cpu, offsets=offsets, scale=scale)
+    return _Attention.apply(
+        query, key, value, exactly, partial(packed_attention, offsets=offsets, longest=longest, scale=scale)
+    )
 
 
 class _Attention(torch.autograd.Function):
-    """`exact.attention` of packed sequences; the backward pass is torch's of its fused attention."""
+    """`exactly`, with the gradient of `plainly`, which is computed again for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        exactly: Callable[..., Tensor],
+        plainly: Callable[..., Tensor],
     ) -> Tensor:
-        lengths = offsets.diff()
-        pages = (lengths + exact.KEYS - 1) // exact.KEYS
-        first = pages.cumsum(0) - pages
-        slots = torch.arange(len(key)) + (first * exact.KEYS - offsets[:-1]).repeat_interleave(lengths)
-        key_pages, value_pages = (_pages(side, slots, int(pages.sum())) for side in (key, value))
-        table = first[:, None] + torch.arange(int(pages.max()))
-        items = exact.Items.of(lengths, lengths, exact.queries_of_item(query.shape[1], key.shape[1]))
-        out, logs = exact.attention(query, key_pages, value_pages, table, items, scale)
-        ctx.save_for_backward(query, key, value, offsets, out, logs)
-        ctx.longest, ctx.scale = longest, scale
-        return out
+        ctx.save_for_backward(query, key, value)
+        ctx.plainly = plainly
+        return exactly(query, key, value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, offsets, out, logs = ctx.saved_tensors
-        group, padding = query.shape[1] // key.shape[1], Padding(offsets, ctx.longest)
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts: list[list[Tensor]] = [[], [], []]
-        for g, q, k, v, o, log in zip(*map(padding.pad, (grad, query, key, value, out, logs)), strict=True):
-            wide = [side.repeat_interleave(group, dim=2) for side in (k, v)]
-            heads = (x.transpose(1, 2) for x in (g, q, *wide, o))
-            grads = backward(*heads, log.transpose(1, 2), 0.0, True, scale=ctx.scale)
-            of_query, *of_sides = (x.transpose(1, 2) for x in grads)
-            parts[0].append(of_query)
-            for part, of_side in zip(parts[1:], of_sides, strict=True):
-                part.append(of_side.unflatten(2, (-1, group)).sum(dim=3))
-        return *map(padding.unpad, parts), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            grads = torch.autograd.grad(ctx.plainly(*inputs), inputs, grad)
+        return *grads, None, None
+
+
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    lengths = offsets.diff()
+    pages = (lengths + exact.KEYS - 1) // exact.KEYS
+    first = pages.cumsum(0) - pages
+    slots = torch.arange(len(key)) + (first * exact.KEYS - offsets[:-1]).repeat_interleave(lengths)
+    key_pages, value_pages = (_pages(side, slots, int(pages.sum())) for side in (key, value))
+    table = first[:, None] + torch.arange(int(pages.max()))
+    items = exact.Items.of(lengths, lengths, exact.queries_of_item(query.shape[1], key.shape[1]))
+    return exact.attention(query, key_pages, value_pages, table, items, scale)
 
 
 def _pages(side: Tensor, slots: Tensor, count: int) -> Tensor:

@@ -19,8 +19,11 @@ _SOCKETS = "VLLM_RPC_BASE_PATH"
 FP8_VARIABLES = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 
 
-def prepare() -> None:
-    """Call before vLLM is imported. Settings that the user, or the launcher, has made in the environment win."""
+def prepare(exact: bool = False) -> None:
+    """Call before vLLM is imported. Settings that the user, or the launcher, has made in the environment win, but for what
+    `rollout.exact` (`exact`) cannot do without."""
+    if exact and device.has_gpu():  # its first runner's sampler can be told how to compute log-probs
+        os.environ |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     # Models and tokenizers are folders: nothing is to be looked up. The launcher says 0 where a task names a dataset there.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

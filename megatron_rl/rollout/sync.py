@@ -204,8 +204,8 @@ class WeightSync(ABC):
         return worst
 
     def _chosen_otherwise(self, scored: Scored, answers: Sequence[Completion]) -> dict[int, float]:
-        """`chosen_otherwise` by layer with experts, {} where nothing says what was chosen; of a sequence's last token the
-        engine may not have."""
+        """Returns `chosen_otherwise` by layer with experts, {} where nothing says what was chosen. The engine may not say
+        what a sequence's last token's are."""
         if scored.experts is None:
             return {}
         of_engine = _experts_of(answers)
@@ -251,7 +251,7 @@ class WeightSync(ABC):
 
 
 def _experts_of(answers: Sequence[Completion]) -> list[np.ndarray]:
-    """Of every token that was scored."""
+    """Returns those of every token that was scored."""
     experts = list[np.ndarray]()
     for answer in answers:
         assert answer.experts is not None, "the engine was started with actor.moe.routing_replay=rollout"

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl.base import exact_rows as exact
@@ -66,7 +67,7 @@ class VllmEngine:
             raise ValueError(f"an engine of {self.config.tensor_parallel} ranks in groups of {grid.engine.size}")
         self.version, self.room = 0, self.config.max_concurrent
         self._queue: dict[str, Request] = {}
-        environment.prepare()
+        environment.prepare(self.config.exact)
         gc.disable()  # as in trainer.rank.main: vLLM's modules are as many again
         with torch_compile.left_out_of_vllm():
             from vllm import LLM
@@ -93,10 +94,16 @@ class VllmEngine:
             assert model.experts is not None  # checked with the recipe
             kind = np.uint8 if model.experts.count <= 256 else np.uint16
             self.experts = np.dtype((kind, (model.dims["layers"], model.experts.top_k)))
-        returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.experts is not None:
+            around = returned(device.has_gpu())
+        elif self.config.exact and device.has_gpu():
+            from megatron_rl.seams import vllm_invariant
+
+            around = vllm_invariant.without_replaced_operators()
         self._keeps_prefixes = bool(options["enable_prefix_caching"])
         leaving.freeze()
-        with environment.engine_start(grid), returning, inspected_here(), TemporaryDirectory() as of_text:
+        with environment.engine_start(grid), around, inspected_here(), TemporaryDirectory() as of_text:
             if hf_config != stored_hf_config(folder):  # the language model's alone
                 write_json(Path(of_text) / "config.json", hf_config)
                 options["hf_config_path"] = of_text
@@ -104,14 +111,22 @@ class VllmEngine:
         gc.enable()
         seam.quiet_reload_messages()
         if self.config.exact:
-            self._make_exact(model, config.actor.parallel.tensor)
+            self._make_exact(model, config.actor.parallel.tensor, options["dtype"])
         self.drafts: Drafts | None = None
         if (speculation := self.config.speculation) is not None:
             self.drafts = Drafts(speculation.tokens, speculation.below)
             self.llm.collective_rpc(lambda worker: worker.model_runner.drafter.use(worker.model_runner, self.drafts))
 
-    def _make_exact(self, model: Model, actor_ranks: int) -> None:
-        if unsteady := exact.check_machine():
+    def _make_exact(self, model: Model, actor_ranks: int, dtype: str) -> None:
+        from megatron_rl.seams.vllm_exact import make_exact
+
+        if device.has_gpu():
+            from megatron_rl.seams.vllm_invariant import attend_from
+
+            unsteady = exact.check_machine(attend_from, device.device(), getattr(torch, dtype))
+        else:
+            unsteady = exact.check_machine()
+        if unsteady:
             raise EngineError(
                 f"rollout.exact: on this machine a token's {', '.join(unsteady)} (base/exact_rows.py) depends on what is "
                 "computed with it; set it to false"
@@ -120,7 +135,7 @@ class VllmEngine:
         shards = [min(rows, size - first) for first in range(0, size, rows)]
         over_all = bool(model.description.transformer.get("moe_router_pre_softmax"))
         turns = rotary_table(model)
-        self.llm.collective_rpc("make_exact", args=(turns, shards, over_all))
+        self.llm.collective_rpc(make_exact, args=(turns, shards, over_all))
 
     # -------------------------------------------------------------------------------------------------------- queue
     @property
@@ -283,6 +298,8 @@ def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
     if model.experts:
         # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them.
         options["moe_backend"] = "triton"
+    if config.exact:  # graphs are captured before its modules are replaced
+        options |= {"attention_backend": "TRITON_ATTN", "enforce_eager": True}
     if config.fp8 != "none":  # as if config.json said so
         modules = fp8.quantised_modules(model, config.fp8_skip)
         options["hf_overrides"] = {

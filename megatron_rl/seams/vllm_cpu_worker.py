@@ -16,7 +16,6 @@ It does not return the experts that tokens went to (`seams.vllm_experts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,7 +25,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from megatron_rl.seams import check_parameters
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_decoding import draw_ahead
-from megatron_rl.seams.vllm_exact import make_exact
 from megatron_rl.seams.vllm_experts import ExpertsOnCpu
 from megatron_rl.seams.vllm_segments import run_prefix
 
@@ -51,9 +49,6 @@ class ColocatedCpuWorker(CPUWorker):
         skip_experts_of_other_ranks()
         super().init_device()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)
-
-    def make_exact(self, turns: Tensor, shards: Sequence[int], over_all: bool) -> None:
-        make_exact(self.model_runner, turns, shards, over_all)
 
     def reload_weights(self, *args: object, **options: object) -> None:
         model = self.model_runner.model

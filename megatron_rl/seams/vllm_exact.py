@@ -1,7 +1,8 @@
-"""vLLM's modules on a CPU, exact: they compute with `base.exact_rows`, as the actor's then do. Written for 0.32.
+"""vLLM's modules, exact: they compute with `base.exact_rows`, as the actor's then do. Written for 0.32.
 
-Its linear layers take whatever `dispatch_cpu_unquantized_gemm` gives them after their weights were loaded; the others are
-found in the model. The pages of its cache are written and read here, so that their layout is ours.
+On a CPU its linear layers take whatever `dispatch_cpu_unquantized_gemm` gives them after their weights were loaded, and the
+pages of its cache are written and read here, so that their layout is ours. On a GPU both are vLLM's own
+(`seams.vllm_invariant`). The others are found in the model.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p, random_sample
 
 from megatron_rl.base import exact_rows as exact
 from megatron_rl.seams import check_parameters
 from megatron_rl.seams.vllm_decoding import draw_ahead
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
 DISPATCH = "layer remove_weight"
 IMPL = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 UPDATE = "self layer key value kv_cache slot_mapping"
+SAMPLE = "self logits generators k p"
 EXACT = "_exact"  # attribute of a layer
 
 
-def make_exact(runner: GPUModelRunner, turns: Tensor, shards: Sequence[int], over_all: bool) -> None:
+def make_exact(worker: Worker, turns: Tensor, shards: Sequence[int], over_all: bool) -> None:
     """From here on this rank's part of an engine computes with `base.exact_rows`; before it has got its weights.
 
     Args:
@@ -43,9 +47,20 @@ def make_exact(runner: GPUModelRunner, turns: Tensor, shards: Sequence[int], ove
         shards: rows of the output layer of each of the actor's tensor-parallel ranks.
         over_all: see `exact.route`.
     """
-    check_parameters(CPUAttentionBackendImpl.forward, IMPL)
-    check_parameters(CPUAttentionBackendImpl.do_kv_cache_update, UPDATE)
-    _dispatch_exact()
+    runner, on_cpu, turns = worker.model_runner, current_platform.is_cpu(), turns.to(worker.device)
+
+    def of_logits(logits: Tensor) -> Tensor:
+        return exact.log_softmax(logits, shards)
+
+    runner.sampler.compute_logprobs = of_logits
+    if on_cpu:
+        check_parameters(CPUAttentionBackendImpl.forward, IMPL)
+        check_parameters(CPUAttentionBackendImpl.do_kv_cache_update, UPDATE)
+        _dispatch_exact()
+        draw_ahead(runner.sampler.topk_topp_sampler, of_logits)
+    else:
+        check_parameters(TopKTopPSampler.forward_native, SAMPLE)
+        runner.sampler.topk_topp_sampler.forward = partial(_sample, of_logits)
     for layer in runner.get_model().modules():
         if isinstance(layer, RMSNorm):
             layer._forward_method = partial(_norm, layer)
@@ -53,23 +68,30 @@ def make_exact(runner: GPUModelRunner, turns: Tensor, shards: Sequence[int], ove
             layer._forward_method = _swiglu
         elif isinstance(layer, RotaryEmbedding):
             layer._forward_method = partial(_rotate, layer.head_size, turns)
-        elif isinstance(layer, Attention):
+        elif isinstance(layer, MoERunner):
+            if on_cpu:
+                method = layer.routed_experts.quant_method
+                method.process_weights_after_loading = partial(_keep_experts, method.process_weights_after_loading)
+            layer.forward = partial(_mix, layer, over_all)
+        elif isinstance(layer, Attention) and on_cpu:
             layer.impl.forward = partial(_attend, layer.impl)
             layer.impl.do_kv_cache_update = _keep
-        elif isinstance(layer, MoERunner):
-            method = layer.routed_experts.quant_method
-            method.process_weights_after_loading = partial(_keep_experts, method.process_weights_after_loading)
-            layer.forward = partial(_mix, layer, over_all)
         elif hasattr(layer, "cpu_linear"):
             setattr(layer, EXACT, True)
             if layer.weight.numel():  # of no packed copy: where its kernels lack the dtype
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def of_logits(logits: Tensor) -> Tensor:
-        return exact.log_softmax(logits, shards)
 
-    runner.sampler.compute_logprobs = of_logits
-    draw_ahead(runner.sampler.topk_topp_sampler, of_logits)
+def _sample(
+    log_softmax: Callable[[Tensor], Tensor],
+    logits: Tensor,
+    generators: dict[int, torch.Generator],
+    k: Tensor | None,
+    p: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """vLLM's own on a GPU, with these log-probs."""
+    logits = apply_top_k_top_p(logits, k, p)
+    return random_sample(logits.softmax(dim=-1, dtype=torch.float32), generators), log_softmax(logits)
 
 
 def _dispatch_exact() -> None:
@@ -142,7 +164,7 @@ def _attend(
         setattr(attn_metadata, EXACT, items)
     tokens = attn_metadata.num_actual_tokens
     keys, values = _sides(kv_cache)
-    out, _ = exact.attention(query[:tokens], keys, values, attn_metadata.block_table.long(), items, impl.scale)
+    out = exact.attention(query[:tokens], keys, values, attn_metadata.block_table.long(), items, impl.scale)
     output[:tokens] = out
     return output
 
@@ -155,12 +177,13 @@ def _keep_experts(process: Callable[[RoutedExperts], None], layer: RoutedExperts
 
 def _mix(layer: MoERunner, over_all: bool, hidden_states: Tensor, router_logits: Tensor, **_: object) -> Tensor:
     """Whole experts, this rank's; the outputs of a token's experts are added in order once they are on every rank."""
-    config = layer.moe_config
-    logits = layer.gate.cpu_linear(hidden_states.float(), layer.gate.weight, None)
+    config, x, gate, experts = layer.moe_config, hidden_states.float(), layer.gate, layer.routed_experts
+    logits = gate.cpu_linear(x, gate.weight, None) if x.is_cpu else exact.linear(x, gate.weight.float())
     weights, chosen = exact.route(logits, config.experts_per_token, over_all)
     outputs = hidden_states.new_zeros(*chosen.shape, hidden_states.shape[1])
-    held = layer.routed_experts.expert_map_manager.get_local_expert_ids()
-    for number, gate_up, down in zip(held, *getattr(layer.routed_experts, EXACT), strict=True):
+    held = experts.expert_map_manager.get_local_expert_ids()
+    kept = getattr(experts, EXACT, (experts.w13_weight, experts.w2_weight))
+    for number, gate_up, down in zip(held, *kept, strict=True):
         rows, places = (chosen == number).nonzero(as_tuple=True)
         if len(rows):
             inner = _swiglu(exact.linear(hidden_states[rows], gate_up))

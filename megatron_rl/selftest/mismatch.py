@@ -32,6 +32,37 @@ def experts(bench: Bench) -> Figures:
     return _compared(bench, experts=16)
 
 
+def exact(bench: Bench) -> Figures:
+    """Names the first operation that with `rollout.exact` makes something else of the same in engine and actor, if any."""
+    return _exactly(bench, experts=0)
+
+
+def exact_experts(bench: Bench) -> Figures:
+    return _exactly(bench, experts=16)
+
+
+def _exactly(bench: Bench, experts: int) -> Figures:
+    run, operations = _started(bench, experts, "rollout.exact=true")
+    operations = [
+        operation for operation in operations if operation.kind != ROUTER
+    ]  # the experts' layer calls it apart
+    figures: Figures = {"operations": float(len(operations))}
+    for tokens in sequences(SHAPE.vocab_size):
+        passed, of_engine = _by_engine(run, tokens.tolist(), operations)
+        alone = _by_actor(run, tokens.tolist())
+        with _as_engine(operations, passed, {operation.kind: [] for operation in operations}) as differences:
+            _by_actor(run, tokens.tolist())
+        different = [name for name, difference in differences.items() if difference.any()]
+        if different or not np.array_equal(alone, of_engine):
+            raise Surprise(
+                f"log-probs differ by up to {np.abs(alone - of_engine).max():.2g}; of {len(operations)} operations the first "
+                f"that gives something else is {different[0] if different else 'the output layer'}"
+            )
+        figures["log-probs differ by"] = _apart(alone, of_engine)
+    run.close()
+    return figures
+
+
 @dataclass(frozen=True)
 class Operation:
     """Pairs an operation's modules in vLLM's model and in the actor's."""
@@ -52,12 +83,7 @@ class Passed:
 def _compared(bench: Bench, experts: int) -> Figures:
     """Returns the mean difference of log-probs; then, what brings most first, how far each operation is from the engine's, as
     a share of its size, and the difference of log-probs that it brings; and what none of them explains."""
-    config = bench.recipe(bench.model(SHAPE, experts), "run", "model.dtype=bfloat16", "rollout.max_tokens=256")
-    run = build_run(config, bench.grid, Path(config.run_dir))
-    run.learner.start()
-    with _eager():
-        run.start_engine()
-    operations = _operations(run.learner.actor.chunks[0], experts > 0)
+    run, operations = _started(bench, experts)
     kinds = list(dict.fromkeys(operation.kind for operation in operations))
     errors, brought = {kind: list[float]() for kind in kinds}, {kind: list[float]() for kind in (*kinds, HEAD)}
     apart, left = list[float](), list[float]()
@@ -78,6 +104,16 @@ def _compared(bench: Bench, experts: int) -> Figures:
         share = f"{np.mean(errors[kind]):.1e} of its size, " if kind in errors else ""
         figures[kind] = f"{share}brings {np.mean(brought[kind]):.1e}"
     return figures | {"left where all are added": float(np.mean(left))}
+
+
+def _started(bench: Bench, experts: int, *overrides: str) -> tuple[Run, list[Operation]]:
+    given = ("model.dtype=bfloat16", "rollout.max_tokens=256", *overrides)
+    config = bench.recipe(bench.model(SHAPE, experts), "run", *given)
+    run = build_run(config, bench.grid, Path(config.run_dir))
+    run.learner.start()
+    with _eager():
+        run.start_engine()
+    return run, _operations(run.learner.actor.chunks[0], experts > 0)
 
 
 def _operations(chunk: nn.Module, has_experts: bool) -> list[Operation]:

@@ -31,6 +31,10 @@ _SLEEP = (
     "fill (rollout/engine.py, docs/mismatch.md); CUDA_LAUNCH_BLOCKING=1 shows where a kernel fails; answers that are drawn "
     "otherwise than scored: the CUDA graphs of decoding, which read memory that sleep has moved"
 )
+_EXACT = (
+    "an operation that one side computes by another kernel: compare seams/vllm_exact.py with modules/exact_layers.py, on a "
+    "GPU seams/vllm_invariant.py; rollout.exact=false until then"
+)
 _SPEED = "out of memory: another process holds the card, or the card has less than 80 GB; else the option's own kernels"
 _APART = "a module that vLLM or Megatron-Core has named otherwise since (selftest/mismatch.py)"
 # Of the actor, each measured against the step `speed`.
@@ -133,6 +137,13 @@ STEPS = (
         "NCCL between these cards (NCCL_DEBUG=INFO), or processes that do not see all GPUs: megatron-rl preflight",
         processes=2,
     ),
+    SelfTestStep(
+        "exact",
+        "mismatch.exact",
+        "with rollout.exact, are the engine's log-probs the actor's bit for bit in bf16?",
+        _EXACT,
+    ),
+    SelfTestStep("exact-moe", "mismatch.exact_experts", "the same with experts", _EXACT),
     SelfTestStep(
         "rl-images",
         "whole_runs.rl_of_images",

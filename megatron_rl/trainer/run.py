@@ -227,6 +227,8 @@ def build_run(
     Raises:
         ValueError: for what only data can show: an empty task, prompts that are too long, a demonstration missing.
     """
+    if config.rollout.exact:  # on a GPU the actor calls vLLM, which reads its environment when it is imported
+        environment.prepare(exact=True)
     report = Reporter(config, run_dir, grid, command)
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     sampler = _sampler(config, grid, run_dir, command, report, algorithm)

@@ -46,6 +46,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
     assert figures["engine-moe"]["drawn vs scored"] < 1e-5
     assert figures["rl-ranks"]["sync mean difference"] < 1e-5
     assert figures["rl-images"]["sync mean difference"] < 1e-5
+    assert figures["exact"]["log-probs differ by"] == figures["exact-moe"]["log-probs differ by"] == 0
     assert figures["decode"]["sync s"] > 0
     assert "MFU of bf16's peak" not in figures["speed"]
 
@@ -69,7 +70,7 @@ def test_a_fault_fails_its_step_with_what_is_wrong(
 
 @pytest.mark.engine
 def test_where_engine_and_actor_differ_is_shown_whole_and_a_changed_operation_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def changed(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> RanksOutcome:
         return warm.run_ranks([*command[:2], "tests.cli.apart_rank", *command[3:]], processes, log_dir, environment)
@@ -89,6 +90,8 @@ def test_where_engine_and_actor_differ_is_shown_whole_and_a_changed_operation_co
     share = float(steps["mismatch"]["mlp"].split()[0])
     assert share == pytest.approx(2**-4, rel=0.1)
     assert list(steps["mismatch-moe"])[1] != "mlp" or float(steps["mismatch-moe"]["mlp"].split()[0]) < share / 2
+    assert cli.main(["selftest", "--only", "exact", "--run-dir", str(tmp_path / "exact")]) == 1
+    assert "of 9 operations the first that gives something else is model.layers.0.mlp" in capsys.readouterr().out
 
 
 def test_steps_are_named_or_compare_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:

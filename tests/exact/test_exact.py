@@ -18,6 +18,7 @@ from models import tiny
 from megatron_rl.base import exact_rows as exact
 from megatron_rl.config import ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.runtime import spawn
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
 from megatron_rl.weights.create import create_model
 from tests.e2e.job import rows, write_recipe
@@ -108,6 +109,21 @@ def test_no_row_depends_on_its_batch_and_one_that_does_is_named(monkeypatch: pyt
             assert named in exact.check_machine()
 
 
+def test_on_a_gpu_the_actor_computes_what_vllms_engine_does(tmp_path: Path) -> None:
+    """The kernels' sources, interpreted: how a card multiplies is not in it."""
+    command = [sys.executable, str(Path(__file__).with_name("gpu_kernels.py")), str(tmp_path)]
+    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    outcome = spawn.run_ranks(command, 1, tmp_path, environment)
+    assert outcome.code == 0, outcome.message
+    found = json.loads((tmp_path / "found.json").read_text())
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        assert found[dtype] == {"unsteady": [], "attention": 0, "products": 0}
+    assert found["unsteady with torch's products"] == ["product"]
+    assert found["actor"]["log-probs"] < 1e-5
+    assert found["actor"]["gradient"] < 1e-5
+    assert found["actor"]["same bits"] < 1, "it has computed otherwise"
+
+
 def test_the_operations_are_those_of_torch() -> None:
     """To rounding, with their gradients."""
     chance = torch.Generator().manual_seed(3)
@@ -142,7 +158,9 @@ def test_what_is_not_covered_is_refused(tmp_path: Path, override: str, message: 
         check(load_recipe(write_recipe(tmp_path), ("rollout.exact=true", override)))
 
 
-def test_a_gpu_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_float32_is_refused_on_a_gpu_before_anything_starts(tmp_path: Path) -> None:
     recipe = check(load_recipe(write_recipe(tmp_path), ("rollout.exact=true", "rollout.tensor_parallel=2")))
-    with pytest.raises(ConfigError, match="operations for a CPU only"):
+    with pytest.raises(ConfigError, match="in TF32"):
         check_machine(recipe, Machine(gpus=8))
+    recipe.model.dtype = "bfloat16"
+    check_machine(recipe, Machine(gpus=8))

@@ -96,6 +96,7 @@ def test_a_difference_that_is_not_finite_is_never_within(value: float):
 
 def test_vllm_takes_the_options_of_a_gpu():
     from vllm import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     dense, experts = (model_of(published_config(name)) for name in ("Qwen3-8B", "Qwen3-30B-A3B"))
     config = RolloutConfig(memory_fraction=0.7, async_scheduling=False)
@@ -103,6 +104,9 @@ def test_vllm_takes_the_options_of_a_gpu():
     assert (args.moe_backend, args.async_scheduling, args.gpu_memory_utilization) == ("triton", False, 0.7)
     assert args.enable_flashinfer_autotune is False
     assert EngineArgs(model="any", **gpu_options(RolloutConfig(), dense)).moe_backend == "auto"
+    args = EngineArgs(model="any", **gpu_options(RolloutConfig(exact=True), dense))
+    assert args.enforce_eager
+    assert AttentionBackendEnum[str(args.attention_backend)].get_class().supports_batch_invariance()
 
 
 def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):
