@@ -11,18 +11,28 @@ import contextlib
 import torch
 from torch import Tensor
 from vllm.model_executor.determinism import batch_invariant
+from vllm.model_executor.determinism import batch_invariant_configs as configs
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from megatron_rl.base import exact_rows as exact
 from megatron_rl.seams import check_parameters, replaced
 
 LINEAR = "input weight bias"
+UNTUNED = {"_TUNED_MATMUL_CONFIGS_RESOLVED": True, "_TUNED_MATMUL_CONFIGS_FOR_DEVICE": None}
 _TILE = 128  # keys, a multiple of what the kernel takes at once: it reads the table to the end of its last tile
 
 
 def use() -> None:
-    """From here on `exact.linear` and `exact.product` are vLLM's, and sums are in an order that no GPU changes."""
+    """From here on `exact.linear` and `exact.product` are vLLM's, and sums are in an order that no GPU changes.
+
+    For shapes that it has tuned vLLM would take narrower tiles for few rows, and with them other instructions of a card
+    (`mma.sync` below 64 rows, else `wgmma`), of whose roundings nothing is known: all products take the same tiles instead.
+    """
     check_parameters(batch_invariant.linear_batch_invariant, LINEAR)
+    check_parameters(configs.resolve_tuned_matmul_configs, "")
+    for name, value in UNTUNED.items():
+        getattr(configs, name)  # an error, if it has another name since
+        setattr(configs, name, value)
     exact.gpu_linear = batch_invariant.linear_batch_invariant
 
 

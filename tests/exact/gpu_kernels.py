@@ -27,7 +27,6 @@ backends["cpu"] = SimpleNamespace(driver=None)  # else vLLM has no Triton on a C
 
 from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
-from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl, TritonAttentionMetadata
 
 from megatron_rl.base import exact_rows as exact
 from megatron_rl.config.model import CreateModelConfig
@@ -35,6 +34,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.modules import exact_layers
 from megatron_rl.runtime import distributed
 from megatron_rl.seams import vllm_invariant
+from tests.exact import calls
 
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 32, 16
 
@@ -56,7 +56,6 @@ class Engine:
     """vLLM's attention of one layer, with its cache: sequences in pages in another order, read in steps."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype) -> None:
-        self.impl = TritonAttentionImpl(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, None, None, "auto")
         pages = [-(-length // PAGE) for length in lengths]
         order = torch.randperm(sum(pages)).to(torch.int32)
         self.table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
@@ -64,7 +63,6 @@ class Engine:
             self.table[row, :count] = own
         self.cache = torch.randn(sum(pages), KV_HEADS, PAGE, 2 * WIDTH).to(dtype)
         self.seen = [0] * len(lengths)
-        self.layer: Any = SimpleNamespace(_q_scale=None, _k_scale=torch.ones(1), _v_scale=torch.ones(1))
 
     def step(self, parts: dict[int, tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         """Queries, keys and values of the next tokens of some sequences -> their outputs."""
@@ -75,28 +73,10 @@ class Engine:
             slots.append(self.table[row, places // PAGE].long() * PAGE + places % PAGE)
             self.seen[row] += count
         query, key, value = (torch.cat(sides) for sides in zip(*parts.values(), strict=True))
-        self.impl.do_kv_cache_update(self.layer, key, value, self.cache, torch.cat(slots))
-        lengths = [self.seen[row] for row in rows]
-        some = torch.zeros(1)
-        metadata = TritonAttentionMetadata(
-            num_actual_tokens=len(query),
-            max_query_len=max(counts),
-            query_start_loc=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
-            max_seq_len=max(lengths),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_table=self.table[rows],
-            slot_mapping=torch.cat(slots),
-            # What the engine has for another kernel, of parts of the keys at once, which it must not take.
-            seq_threshold_3D=128,
-            num_par_softmax_segments=16,
-            softmax_segm_output=some,
-            softmax_segm_max=some,
-            softmax_segm_expsum=some,
-            causal=True,
-        )
-        out = torch.empty_like(query)
-        self.impl.forward(self.layer, query, key, value, self.cache, metadata, out)
-        return list(out.split(counts))
+        impl = calls.implementation(HEADS, KV_HEADS, WIDTH)
+        impl.do_kv_cache_update(calls.LAYER, key, value, self.cache, torch.cat(slots))
+        keys = [self.seen[row] for row in rows]
+        return list(calls.attend_as_the_engine(query, self.cache, self.table[rows], counts, keys).split(counts))
 
 
 def attention_differs(dtype: torch.dtype) -> float:

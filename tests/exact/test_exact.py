@@ -109,19 +109,33 @@ def test_no_row_depends_on_its_batch_and_one_that_does_is_named(monkeypatch: pyt
             assert named in exact.check_machine()
 
 
+def of_kernels(script: str, folder: Path) -> dict[str, Any]:
+    """What a script of this folder finds of a GPU's kernels."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder)]
+    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    outcome = spawn.run_ranks(command, 1, folder, environment)
+    assert outcome.code == 0, outcome.message
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
 def test_on_a_gpu_the_actor_computes_what_vllms_engine_does(tmp_path: Path) -> None:
     """The kernels' sources, interpreted: how a card multiplies is not in it."""
-    command = [sys.executable, str(Path(__file__).with_name("gpu_kernels.py")), str(tmp_path)]
-    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    outcome = spawn.run_ranks(command, 1, tmp_path, environment)
-    assert outcome.code == 0, outcome.message
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = of_kernels("gpu_kernels.py", tmp_path)
     for dtype in ("torch.float32", "torch.bfloat16"):
         assert found[dtype] == {"unsteady": [], "attention": 0, "products": 0}
     assert found["unsteady with torch's products"] == ["product"]
     assert found["actor"]["log-probs"] < 1e-5
     assert found["actor"]["gradient"] < 1e-5
     assert found["actor"]["same bits"] < 1, "it has computed otherwise"
+
+
+def test_a_gpu_is_told_the_same_of_few_rows_and_many_and_of_any_pages(tmp_path: Path) -> None:
+    found = of_kernels("gpu_instructions.py", tmp_path)
+    assert found.pop("as vLLM has tuned it") > 1
+    assert len(found) == 6
+    assert set(found.values()) == {1}, found
 
 
 def test_the_operations_are_those_of_torch() -> None:
