@@ -169,6 +169,11 @@ def models(bench: Bench) -> str:
     return bench.inside("models", *_only(bench))
 
 
+def exact(bench: Bench) -> str:
+    """vLLM's CUDA models with `rollout.exact`: which module computes with what."""
+    return bench.inside("exact", *_only(bench))
+
+
 def layers(bench: Bench) -> str:
     """Transformer Engine's layers of the recipes' actors, against the map of the weights."""
     return bench.inside("layers", *_only(bench))
@@ -204,6 +209,7 @@ STEPS: dict[str, Callable[[Bench], str]] = {
     "forks": forks,
     "configurations": configurations,
     "models": models,
+    "exact": exact,
     "layers": layers,
     "plan": plan,
     "self-test": self_test,

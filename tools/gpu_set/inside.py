@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,21 @@ from megatron_rl.weights.layouts import EngineLayout
 ROOT = Path(__file__).parents[2]
 # Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
 DELETED = ("q_scale", "k_scale", "v_scale", "prob_scale")
+EXACT = ("scale/qwen3-8b", "scale/qwen3-30b-a3b")
+# Of vLLM's modules: what they compute with. An unquantized method multiplies by `linear_batch_invariant`.
+OPERATIONS = {
+    *(f"{layer}: UnquantizedLinearMethod" for layer in ("QKVParallelLinear", "RowParallelLinear", "GateLinear")),
+    *("MergedColumnParallelLinear: UnquantizedLinearMethod", "ParallelLMHead: UnquantizedEmbeddingMethod"),
+    *("VocabParallelEmbedding: UnquantizedEmbeddingMethod", "Attention: TritonAttentionImpl"),
+    "RMSNorm: megatron_rl.seams.vllm_exact._norm",
+    "RotaryEmbedding: megatron_rl.seams.vllm_exact._rotate",
+    "SiluAndMul: megatron_rl.seams.vllm_exact._swiglu",
+    "MoERunner: megatron_rl.seams.vllm_exact._mix",
+    # Inside the last and the rotation, which call none of them.
+    "RoutedExperts: UnquantizedFusedMoEMethod",
+    "UnquantizedFusedMoEMethod: vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.forward_cuda",
+    "ApplyRotaryEmb: vllm.model_executor.layers.rotary_embedding.common.forward_cuda",
+}
 FOLDERS = ("scale", "gdpo", "dgpo", "awpo", "shrinkage")
 
 
@@ -123,7 +139,7 @@ def vllm_config(config: Config, hf_config: HFConfig, model: Model, folder: str, 
     """vLLM's whole configuration of a recipe's engine, by the options that the engine is started with."""
     from megatron_rl.rollout import environment, vllm_engine
 
-    environment.prepare()
+    environment.prepare(config.rollout.exact)
     from vllm import EngineArgs
     from vllm.model_executor.models import registry
 
@@ -179,6 +195,56 @@ def models(only: list[str], extra: dict[str, object]) -> str:
     return f"{len(seen)} engines"
 
 
+def exact(only: list[str], extra: dict[str, object]) -> str:
+    """With `rollout.exact` vLLM's CUDA models compute with our operations, or its batch-invariant ones, everywhere."""
+    from megatron_rl.config.exact_checks import FAMILIES
+
+    done = []
+    with pretended_card(), tempfile.TemporaryDirectory() as folder:
+        for name, config, hf_config, model in recipes(only or list(EXACT)):
+            config.rollout.exact, config.rollout.tensor_parallel = True, 1
+            if model.family.name not in FAMILIES:
+                raise Wrong(f"{name} is of family {model.family.name}")
+            found = vllm_config(config, hf_config, model, folder, extra)
+            if found.use_v2_model_runner or found.compilation_config.cudagraph_mode.name != "NONE":
+                raise Wrong(f"{name}: second runner {found.use_v2_model_runner}, {found.compilation_config}")
+            kinds = _made_exact(_meta_model(found, 1), model)
+            if strange := set(kinds) - OPERATIONS:
+                raise Wrong(f"{name}: {sorted(strange)}")
+            print(f"{name}: {dict(kinds)}", flush=True)
+            done.append(name)
+    return f"{len(done)} models"
+
+
+def _made_exact(model: torch.nn.Module, described: Model) -> Counter[str]:
+    """How often a module of vLLM's that computes by itself does it with which function, once the model was made exact."""
+    from vllm.v1.sample.sampler import Sampler
+
+    from megatron_rl.modules.exact_layers import rotary_table
+    from megatron_rl.seams.vllm_exact import make_exact
+
+    sampler = Sampler(logprobs_mode="processed_logprobs")
+    runner = SimpleNamespace(sampler=sampler, get_model=lambda: model)
+    make_exact(SimpleNamespace(model_runner=runner, device="cpu"), rotary_table(described), [8, 8], False)
+    logits = torch.randn(3, 16)
+    drawn, log_probs = sampler.topk_topp_sampler(logits, {}, None, None)
+    if drawn.shape != (3,) or not torch.allclose(log_probs, logits.log_softmax(dim=-1)):
+        raise Wrong(f"the sampler gives {drawn} and {log_probs}")
+    kinds = Counter[str]()
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(layer, "_forward_method"):
+            function = getattr(layer._forward_method, "func", layer._forward_method)
+            kinds[f"{type(layer).__name__}: {function.__module__}.{function.__name__}"] += 1
+        elif "forward" in vars(layer):
+            kinds[f"{type(layer).__name__}: {layer.forward.func.__module__}.{layer.forward.func.__name__}"] += 1
+        elif hasattr(layer, "impl"):
+            kinds[f"{type(layer).__name__}: {type(layer.impl).__name__}"] += 1
+        elif method is not None and next(layer.parameters(recurse=False), None) is not None:
+            kinds[f"{type(layer).__name__}: {type(method).__name__}"] += 1
+    return kinds
+
+
 def _written_in_place(model: torch.nn.Module) -> Counter[bool]:
     """How many of vLLM's layers compute with what is loaded as it is, and how many with something made of it."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -231,14 +297,14 @@ def _meta_model(config: Any, tensor: int) -> torch.nn.Module:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("step", choices=("files", "imports", "forks", "configurations", "models", "layers"))
+    parser.add_argument("step", choices=("files", "imports", "forks", "configurations", "models", "exact", "layers"))
     parser.add_argument("--only", nargs="*", default=[], metavar="FOLDER/RECIPE")
     parser.add_argument("--option", metavar="NAME", help="also give vLLM this option, which it should not know")
     args = parser.parse_args()
     extra: dict[str, object] = {args.option: 1} if args.option else {}
     try:
-        if args.step in ("configurations", "models"):
-            said = {"configurations": configurations, "models": models}[args.step](args.only, extra)
+        if args.step in ("configurations", "models", "exact"):
+            said = {"configurations": configurations, "models": models, "exact": exact}[args.step](args.only, extra)
         elif args.step == "layers":
             from .layers import layers
 
