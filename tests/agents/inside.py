@@ -97,6 +97,7 @@ def main(run_dir: Path) -> None:
 def misrouted(run: Any) -> dict[str, Any]:
     """What the check after a sync finds, and what it says where an engine's second layer chooses experts otherwise and
     log-probs may differ as they like."""
+    from megatron_rl.rollout.engine import read
     from megatron_rl.weights.transfer import SyncError
 
     scored = run.score_by_actor()
@@ -110,6 +111,14 @@ def misrouted(run: Any) -> dict[str, Any]:
     if run.grid.engine.index == run.grid.engine.count - 1:
         run.sampler.engine.llm.apply_model(mislead)
     before, run.sync.tolerance = run.sync.tolerance, 1e9
+    answers = read(run.sampler.engine, scored.sequences)
+    # A second way, token by token, without what a sequence's last ones go to.
+    shares = [
+        len(set(of_engine[1].tolist()) - set(of_actor[1].tolist())) / len(of_actor[1])
+        for answer, own in zip(answers, scored.experts, strict=True)
+        for of_engine, of_actor in zip(answer.experts[: len(own) - 1], own[:-1], strict=True)
+    ]
+    found["share"] = max(run.grid.all_gather(float(np.mean(shares))))
     try:
         run.sync.check(scored)
     except SyncError as error:

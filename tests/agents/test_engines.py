@@ -250,7 +250,11 @@ def test_a_router_that_chooses_otherwise_is_seen_and_named(of_two_ranks: Ran, tw
         assert ran.misrouted["healthy"] == 0
         assert [row["sync/experts_max_diff"] for row in ran.metrics if row["step"] == 1] == [0]
         said = ran.misrouted["said"]
-        assert "in the engine's layer 1 (the first is 0); rounding may tip 12%" in said
+        share = ran.misrouted["share"]
+        assert (
+            f"the actor has not chosen {share:.0%} of the experts that tokens go to in the engine's layer 1 (" in said
+        )
+        assert "(the first is 0); rounding may tip 12%" in said
         assert f"Engines affected: {engines}. Every tensor was sent as the actor holds it" in said
         assert re.search(r"sent to the engine's experts in the actor too, 0\.\d+ of the mean is left", said)
 

@@ -115,8 +115,9 @@ def test_imports_that_fail_are_the_first_ranks_failure(launch) -> None:
 )
 def test_told_to_end_while_it_imports(launch, tmp_path: Path, number: int, expected: int, said: str) -> None:
     launched = launch("here()", HERE + "time.sleep(60)\n")
-    wait_until((tmp_path / "importing").exists)
-    pid = int((tmp_path / "importing").read_text())
+    importing = tmp_path / "importing"
+    wait_until(lambda: importing.exists() and importing.read_text() != "")
+    pid = int(importing.read_text())
     begin = time.monotonic()
     launched.process.send_signal(number)
     code, _, err = launched.end()

@@ -237,6 +237,7 @@ TABLE: dict[str, Entry] = {
     "sync/logprob_mean_diff": Measured("the engine's second scoring is not recorded", _below("sync/logprob_p99_diff")),
     "sync/logprob_p99_diff": Measured("the same", _below("sync/logprob_max_diff")),
     "sync/logprob_max_diff": Measured("the same; fp32 here", lambda step: (0.0, 1e-4)),
+    "sync/experts_max_diff": Elsewhere(f"{_ENGINES}::test_a_router_that_chooses_otherwise_is_seen_and_named"),
     "mismatch/abs_log_ratio": Recomputed(lambda step: float(np.abs(step.mismatch).mean())),
     "mismatch/abs_log_ratio_max": Recomputed(lambda step: float(np.abs(step.mismatch).max())),
     "mismatch/abs_log_ratio_from_<x>": Recomputed(updates.from_position),
