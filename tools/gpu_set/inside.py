@@ -233,11 +233,10 @@ def _made_exact(model: torch.nn.Module, described: Model) -> Counter[str]:
     kinds = Counter[str]()
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
-        if hasattr(layer, "_forward_method"):
-            function = getattr(layer._forward_method, "func", layer._forward_method)
+        replaced: Any = getattr(layer, "_forward_method", vars(layer).get("forward"))
+        if replaced is not None:
+            function = getattr(replaced, "func", replaced)
             kinds[f"{type(layer).__name__}: {function.__module__}.{function.__name__}"] += 1
-        elif "forward" in vars(layer):
-            kinds[f"{type(layer).__name__}: {layer.forward.func.__module__}.{layer.forward.func.__name__}"] += 1
         elif hasattr(layer, "impl"):
             kinds[f"{type(layer).__name__}: {type(layer.impl).__name__}"] += 1
         elif method is not None and next(layer.parameters(recurse=False), None) is not None:
