@@ -74,7 +74,7 @@ class MicroBatch:
         return reduce_from_tensor_model_parallel_region(spread, group=cp.group)
 
     def places(self, lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
-        """int64 [this rank's tokens]: the number of each among the tokens of all sequences of a batch, -1 of padding.
+        """Returns int64 [this rank's tokens]: each one's number among the tokens of all sequences of a batch, -1 of padding.
 
         Args:
             lengths: of the batch's entries, each one sequence.

@@ -109,8 +109,8 @@ def choices(
     grid: ProcessGrid,
     sequence_parallel: bool,
 ) -> list[np.ndarray]:
-    """The experts that each token of a batch went to in its last pass, on every rank, which all call it: int16
-    [tokens, layers, experts per token] of every sequence, 0 in layers without experts.
+    """Returns the experts that each token of a batch was routed to in its last pass, on every rank; all of them call it:
+    int16 [tokens, layers, experts per token] of every sequence, 0 in layers without experts.
 
     Args:
         micro_batches: this rank's of the batch, routed with `Pass.chosen`.

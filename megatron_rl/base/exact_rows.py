@@ -8,7 +8,7 @@ alike wherever it stands: sums, products, quotients, square roots, exp and log. 
 
 On a GPU products and attention are vLLM's (`seams.vllm_invariant`), and the rest is this.
 
-All of it is computed in float32, and rounded to the inputs' dtype where an operation ends.
+On a CPU all of it is computed in float32, and rounded to the inputs' dtype where an operation ends.
 """
 
 from __future__ import annotations

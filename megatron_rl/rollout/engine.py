@@ -132,7 +132,7 @@ def drain(engine: Engine) -> Iterator[Completion]:
 def read(
     engine: Engine, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()
 ) -> list[Completion]:
-    """The answers, in order, to requests that score their tokens and draw one more, which nobody needs.
+    """Returns the completions of requests that score these sequences, in order; each draws one token more, to be dropped.
 
     Raises:
         EngineError: as of `Engine.score`.

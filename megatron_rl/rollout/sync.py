@@ -34,8 +34,8 @@ _DEFAULT_TOLERANCE_OF_EXPERTS = {"float32": 3e-5, "bfloat16": 0.1}
 # to 0.20 with an actor in FP8.
 _DEFAULT_TOLERANCE_OF_FP8 = 0.2
 PERCENTILE, _PERCENTILE_FACTOR = 99, 10  # it may be this many times the mean's tolerance
-# Of the engine's experts of a layer, those that the actor has not chosen, as a share of what two routers that know nothing
-# of each other come to. With 4 of 32 experts bf16 tipped 0.02 to 0.04 of them, FP8 0.11 to 0.14, and chance is 0.875.
+# Of the engine's experts of a layer, those that the actor has not chosen, as a share of what two independent routers come
+# to. With 4 of 32 experts bf16 tipped 0.02 to 0.04 of them, FP8 0.11 to 0.14, and chance is 0.875.
 _MOST_OF_CHANCE, _MOST_OF_CHANCE_IN_FP8 = 0.25, 0.5
 
 
@@ -71,8 +71,11 @@ class SyncDifference:
 
 
 def chosen_otherwise(of_engine: np.ndarray, of_actor: np.ndarray) -> np.ndarray:
-    """The share of the engine's experts that the actor has not chosen, float64 [layers], of [tokens, layers, experts per
-    token] each."""
+    """Returns the share of the engine's experts that the actor has not chosen, float64 [layers].
+
+    Args:
+        of_engine, of_actor: integers [tokens, layers, experts per token].
+    """
     return 1 - (of_engine[..., None] == of_actor[..., None, :]).any(axis=-1).mean(axis=(0, 2))
 
 

@@ -123,7 +123,7 @@ class VllmEngine:
         if device.has_gpu():
             from megatron_rl.seams.vllm_invariant import attend_from
 
-            unsteady = exact.check_machine(attend_from, device.device(), getattr(torch, dtype))
+            unsteady = exact.check_machine(attend_from, device.device(), getattr(torch, dtype), width=4096)
         else:
             unsteady = exact.check_machine()
         if unsteady:

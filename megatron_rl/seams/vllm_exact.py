@@ -89,7 +89,7 @@ def _sample(
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """vLLM's own on a GPU, with these log-probs."""
+    """Draws as vLLM does on a GPU (`forward_native`), and returns these log-probs."""
     logits = apply_top_k_top_p(logits, k, p)
     return random_sample(logits.softmax(dim=-1, dtype=torch.float32), generators), log_softmax(logits)
 

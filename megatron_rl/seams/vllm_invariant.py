@@ -23,7 +23,7 @@ _TILE = 128  # keys, a multiple of what the kernel takes at once: it reads the t
 
 
 def use() -> None:
-    """From here on `exact.linear` and `exact.product` are vLLM's, and sums are in an order that no GPU changes.
+    """From here on `exact.linear` and `exact.product` are vLLM's, and `exact.row_sums` adds by halves.
 
     For shapes that it has tuned vLLM would take narrower tiles for few rows, and with them other instructions of a card
     (`mma.sync` below 64 rows, else `wgmma`), of whose roundings nothing is known: all products take the same tiles instead.

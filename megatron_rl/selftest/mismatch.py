@@ -33,7 +33,7 @@ def experts(bench: Bench) -> Figures:
 
 
 def exact(bench: Bench) -> Figures:
-    """Names the first operation that with `rollout.exact` makes something else of the same in engine and actor, if any."""
+    """Fails with the name of the first operation whose outputs differ for the same input; with `rollout.exact` none may."""
     return _exactly(bench, experts=0)
 
 
@@ -43,9 +43,8 @@ def exact_experts(bench: Bench) -> Figures:
 
 def _exactly(bench: Bench, experts: int) -> Figures:
     run, operations = _started(bench, experts, "rollout.exact=true")
-    operations = [
-        operation for operation in operations if operation.kind != ROUTER
-    ]  # the experts' layer calls it apart
+    # The engine's layer of experts computes its router without calling the module.
+    operations = [operation for operation in operations if operation.kind != ROUTER]
     figures: Figures = {"operations": float(len(operations))}
     for tokens in sequences(SHAPE.vocab_size):
         passed, of_engine = _by_engine(run, tokens.tolist(), operations)

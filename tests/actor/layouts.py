@@ -281,7 +281,7 @@ def _updates(
 
 
 def _choices(learner: Any, sequences: list[np.ndarray]) -> list[Tensor]:
-    """The experts that every token goes to by itself; sent to them, it has the same log-prob."""
+    """Returns the experts that each token is routed to, after a check that replaying them gives the same log-probs."""
     scored = learner.score(sequences)
     for again, before in zip(scored.again(scored.experts), scored.log_probs, strict=True):
         np.testing.assert_allclose(again, before, rtol=0, atol=1e-6)
